@@ -1,7 +1,7 @@
 """W = W0 + scaling * lora_B @ lora_A, written over the served weights, and the copy of W0 that makes it repeatable.
 
-Every fuse starts from W0, so nothing drifts, and the base comes back bit for bit because it is copied. Product and sum
-are computed in float32 and rounded once. Knows torch and no engine.
+Every fuse starts from W0, that of DoRA and of whole tensors too. So nothing drifts, and the base comes back bit for bit
+because it is copied. Product and sum are computed in float32 and rounded once. Knows torch and no engine.
 """
 
 import weakref
@@ -18,8 +18,7 @@ from torch import Tensor
 
 from trl_lora_sync.engine_plugins import logger
 from trl_lora_sync.engine_plugins.fetching import DamagedError, Fetcher, Staging
-from trl_lora_sync.engine_plugins.fused_changes import Change, as_matrix, with_norms
-from trl_lora_sync.engine_plugins.fused_file import AdapterFile, AdapterFileError, Content
+from trl_lora_sync.engine_plugins.fused_file import AdapterFile, AdapterFileError, Content, Kind
 from trl_lora_sync.engine_plugins.fused_placement import WeightSlice
 from trl_lora_sync.engine_plugins.pinned_memory import pin
 from trl_lora_sync.engine_plugins.repeated import Repeated
@@ -68,6 +67,39 @@ class InPlace:
     @contextmanager
     def changing(self) -> Iterator[Tensor]:
         yield self.weight
+
+
+@dataclass(frozen=True)
+class Change:
+    """Another change of a tensor than adding lora_B @ lora_A to it, in the memory of the device.
+
+    Attributes:
+        kind: whether `tensor` is its new value, is added to it, or is the new value of some rows.
+        tensor: `(rows, columns)`; a vector is one row.
+        indices: of the rows, `(rows,)` and in host memory; for `"rows"` only.
+    """
+
+    kind: Kind
+    tensor: Tensor
+    indices: Tensor | None = None
+
+    def write(self, weight: Tensor, base: Tensor, piece: WeightSlice) -> None:
+        """Write the changed tensor's rectangle over `weight`, whose base is `base`."""
+        columns = self.tensor[:, slice(*piece.columns)]
+        if self.kind == "value":
+            weight.copy_(columns[slice(*piece.rows)])
+        elif self.kind == "added":
+            # To the base, which may be on the host: `weight` holds what the adapter before has added.
+            weight.copy_(base.to(weight.device).float() + columns[slice(*piece.rows)].float())
+        else:
+            assert self.indices is not None
+            # The whole rectangle, because the adapter before may have replaced other rows.
+            weight.copy_(base)
+            first, end = piece.rows
+            # `nonzero` on a GPU would wait for all that it computes; the indices are on the host.
+            chosen = ((self.indices >= first) & (self.indices < end)).nonzero()[:, 0]
+            places = (self.indices[chosen] - first).to(weight.device)
+            weight[places] = columns[chosen.to(weight.device)].to(weight.dtype)
 
 
 @dataclass
@@ -305,6 +337,11 @@ def part_of(whole: Tensor, piece: WeightSlice) -> Tensor:
     return matrix[piece.top : piece.bottom, piece.left : piece.right]
 
 
+def as_matrix(tensor: Tensor) -> Tensor:
+    """A vector as a matrix of one row, without a copy."""
+    return tensor.unsqueeze(0) if tensor.ndim == 1 else tensor
+
+
 class OneLaunch:
     """Rectangles that one launch of a kernel writes, instead of one for each.
 
@@ -409,6 +446,16 @@ def fuse_piece(
         # A part is read as a whole before it is written, so `weight` may be `base`.
         total = torch.addmm(base[part].float(), rows[part].float(), columns, alpha=scaling)
         weight[part] = total if norms is None else with_norms(total, norms[part])
+
+
+def with_norms(rows: Tensor, norms: Tensor) -> Tensor:
+    """Each row scaled to its norm, `(rows,)`; all in float32.
+
+    Source: DoRA as PEFT merges it, peft/tuners/lora/variants.py `DoraLinearVariant.merge_safe`, 0.18 to 0.21.
+    """
+    found: Tensor = torch.linalg.vector_norm(rows, dim=1)
+    # A row of zeros has no direction; PEFT divides by its norm, which the check for finite values finds there.
+    return rows * (norms / found.where(found > 0, 1.0))[:, None]
 
 
 @cache
