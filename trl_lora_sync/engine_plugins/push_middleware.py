@@ -128,10 +128,10 @@ class PushMiddleware:
         return self.store.begin(name, size)
 
     def _end(self, name: str, only: IncomingStreams | Upload | None = None) -> None:
-        """End an upload; one that is finished stays as it is.
+        """End an upload; does nothing to a finished one.
 
         Args:
-            only: by default whatever arrives for the name. The trainer has given that up if it sends another request.
+            only: by default what arrives for the name. The trainer has given that up if it sends another request.
         """
         one = only or self._arriving.get(name)
         if one is not None:
