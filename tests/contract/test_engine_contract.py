@@ -498,20 +498,6 @@ def test_a_prompt_that_is_too_long_does_not_block_the_adapters_unload(fake: Serv
     assert fake.engine.unload(stored.name, soon())
 
 
-def _not_finite(output: dict[str, Any]) -> None:
-    _, *rest = output["meta_info"]["output_token_logprobs"][0]
-    output["meta_info"]["output_token_logprobs"][0] = (-math.inf, *rest)
-
-
-def _one_short(output: dict[str, Any]) -> None:
-    output["meta_info"]["output_token_logprobs"].pop()
-
-
-def _other_token(output: dict[str, Any]) -> None:
-    value, token, text = output["meta_info"]["output_token_logprobs"][0]
-    output["meta_info"]["output_token_logprobs"][0] = (value, (token + 1) % 260, text)
-
-
 def _no_logprobs(output: dict[str, Any]) -> None:
     del output["meta_info"]["output_token_logprobs"]
 
@@ -522,7 +508,7 @@ def _nan_happened(output: dict[str, Any]) -> None:
     output["meta_info"]["finish_reason"] = {"type": "stop", "matched": "NaN happened"}
 
 
-@pytest.mark.parametrize("damage", [_not_finite, _one_short, _other_token, _no_logprobs, _nan_happened])
+@pytest.mark.parametrize("damage", [_no_logprobs, _nan_happened])
 def test_answers_that_cannot_be_trained_on_are_errors(serve: Serve, damage: Callable[[dict[str, Any]], None]) -> None:
     served = serve()
     assert served.fake is not None
@@ -801,12 +787,6 @@ def test_releasing_twice_is_harmless(serve: Serve) -> None:
         served.engine.release_kv_cache(soon())
     served.engine.restore_kv_cache(soon())
     assert served.sample(served.base)
-
-
-def test_a_server_that_cannot_free_its_kv_cache_says_how(serve: Serve) -> None:
-    served = serve(enable_memory_saver=False)
-    with pytest.raises(ServerSetupError, match=r"memory saver.*--sleep"):
-        served.engine.release_kv_cache(soon())
 
 
 @pytest.mark.parametrize("version", VERSIONS)

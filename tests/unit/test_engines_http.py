@@ -650,6 +650,8 @@ def response(body: str | bytes, status: int = 400) -> httpx.Response:
         ('{"error": {"message": "No adapter found", "type": "NotFoundError", "code": 404}}', "No adapter found"),
         ('{"error": "Unauthorized"}', "Unauthorized"),
         ('{"detail": "Not Found"}', "Not Found"),
+        ('{"success": false, "error_message": "is already loaded"}', "is already loaded"),
+        ('{"success": true, "error_message": ""}', '{"success": true, "error_message": ""}'),
         ('{"detail": [{"loc": ["body"], "msg": "missing"}]}', '{"detail": [{"loc": ["body"], "msg": "missing"}]}'),
         ('{"error": {"code": 1}}', '{"error": {"code": 1}}'),
         ('{"message": "elsewhere"}', '{"message": "elsewhere"}'),
