@@ -416,12 +416,6 @@ def test_data_parallel_replicas_answer_500(start: Callable[..., Client]) -> None
     assert client.post("/load_lora_adapter", lora_name="a", lora_path="/x/y").status_code == 500
 
 
-def test_another_tokenizer_worker_does_not_know_an_adapter(start: Callable[..., Client]) -> None:
-    client = start(tokenizer_worker_num=2)
-    name = client.load().name
-    assert sorted(client.generate(name).status_code for _ in range(2)) == [200, 400]
-
-
 def test_a_module_outside_of_the_target_modules_is_refused(start: Callable[..., Client], store: AdapterStore) -> None:
     client = start(lora_target_modules=MODULES[:3])
     stored = store.write(1, random_adapter(SMALL, 1, rank=8))

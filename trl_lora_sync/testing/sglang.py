@@ -22,7 +22,7 @@ import time
 import uuid
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -45,8 +45,13 @@ VERSIONS = ("0.5.11", "0.5.15", "0.5.17", "0.5.20", "0.5.21", "0.5.22", "0.5.23"
 # `@auth_level(AuthLevel.ADMIN_OPTIONAL)` in entrypoints/http_server.py (all); the rest wants the API key.
 _ADMIN_ROUTES = {
     "/load_lora_adapter", "/unload_lora_adapter", "/pause_generation", "/continue_generation", "/abort_request",
-    "/flush_cache", "/release_memory_occupation", "/resume_memory_occupation", "/update_weight_version",
+    "/flush_cache", "/release_memory_occupation", "/resume_memory_occupation",
 }  # fmt: skip
+# Of `ServerArgs`, what /server_info has as it was given.
+_REPORTED = (
+    "model_path", "dtype", "tp_size", "dp_size", "tokenizer_worker_num", "hicache_storage_backend", "enable_lmcache",
+    "max_loras_per_batch", "max_loaded_loras", "enable_memory_saver", "enable_deterministic_inference", "version",
+)  # fmt: skip
 _POLL_S = 0.02
 
 
@@ -84,17 +89,6 @@ class _Running:
     lora_name: str | None
     is_queued: bool = False
     is_aborted: bool = False
-
-
-@dataclass
-class _Worker:
-    """One tokenizer process; registries are never synchronised between several (INF, from lora_registry.py)."""
-
-    registry: OrderedDict[str, LoRARef] = field(default_factory=OrderedDict)
-    counters: dict[str, int] = field(default_factory=dict)
-    ref_cache: dict[str, LoRARef] = field(default_factory=dict)  # never shrinks
-    pending_unloads: dict[str, str] = field(default_factory=dict)
-    update_lock: threading.Lock = field(default_factory=threading.Lock)
 
 
 class FakeSGLang:
@@ -141,13 +135,15 @@ class FakeSGLang:
         """The state of a process that has just started."""
         self.scheduler = Scheduler(self.args, self._die)
         self.peak_host_adapters = 0
-        self._workers = [_Worker() for _ in range(self.args.tokenizer_worker_num)]
-        self._turn = 0
+        self._registry: OrderedDict[str, LoRARef] = OrderedDict()
+        self._counters: dict[str, int] = {}  # by `lora_id`
+        self._ref_cache: dict[str, LoRARef] = {}  # never shrinks
+        self._pending_unloads: dict[str, str] = {}
+        self._update_lock = threading.Lock()
         self._readers = 0  # of `model_update_lock`: requests between the pause gate and their end
         self._running: list[_Running] = []
         self._pause_mode: str | None = None
         self._draws: Counter[str] = Counter()
-        self._weight_version = "default"
 
     # Starting, stopping, dying
 
@@ -232,8 +228,8 @@ class FakeSGLang:
     def in_flight(self) -> dict[str, int]:
         """The reference counters by adapter name, of registered adapters and of adapters that wait to be unloaded."""
         with self._cond:
-            names = {ref.lora_id: ref.name for worker in self._workers for ref in worker.ref_cache.values()}
-            return {names[key]: count for worker in self._workers for key, count in worker.counters.items()}
+            names = {ref.lora_id: ref.name for ref in self._ref_cache.values()}
+            return {names[key]: count for key, count in self._counters.items()}
 
     @property
     def host_adapters(self) -> list[str]:
@@ -251,7 +247,7 @@ class FakeSGLang:
     def registered(self) -> list[str]:
         """Names of the adapters that requests can name; an unload first takes its name from here, and then waits."""
         with self._cond:
-            return [name for worker in self._workers for name in worker.registry]
+            return list(self._registry)
 
     @property
     def running(self) -> int:
@@ -261,9 +257,8 @@ class FakeSGLang:
 
     def add_references(self, adapter_name: str, count: int) -> None:
         """Change how many requests the server counts for an adapter; an unload waits until it counts none."""
-        (worker,) = self._workers
         with self._cond:
-            worker.counters[worker.ref_cache[adapter_name].lora_id] += count
+            self._counters[self._ref_cache[adapter_name].lora_id] += count
             self._cond.notify_all()
 
     def abort_all(self) -> None:
@@ -322,7 +317,7 @@ class FakeSGLang:
             return 500, "Internal Server Error"
 
     def _routes(self) -> dict[tuple[str, str], Callable[[Any, dict[str, list[str]], socket.socket], tuple[int, Any]]]:
-        routes: dict[tuple[str, str], Any] = {
+        return {
             ("GET", "/health"): self._health,
             ("GET", "/health_generate"): self._health,
             ("GET", "/model_info"): self._model_info,
@@ -332,7 +327,6 @@ class FakeSGLang:
             ("GET", "/v1/loads"): self._loads,
             ("GET", "/v1/models"): self._models,
             ("POST", "/generate"): self._generate,
-            ("PUT", "/generate"): self._generate,
             ("POST", "/v1/completions"): self._completions,
             ("POST", "/load_lora_adapter"): self._load_route,
             ("POST", "/load_lora_adapter_from_tensors"): self._load_tensors_route,
@@ -341,21 +335,14 @@ class FakeSGLang:
             ("POST", "/continue_generation"): self._continue,
             ("POST", "/abort_request"): self._abort_route,
             ("POST", "/flush_cache"): self._flush,
-            ("GET", "/flush_cache"): self._flush,
             ("POST", "/release_memory_occupation"): self._release,
             ("POST", "/resume_memory_occupation"): self._resume,
-            ("POST", "/update_weight_version"): self._update_weight_version,
         }
-        if self.args.at_least("0.5.20"):
-            routes["GET", "/ready"] = lambda *_: (200 if self._pause_mode is None else 503, "")
-        if not self.args.at_least("0.5.21"):
-            routes["GET", "/get_load"] = self._get_load
-        return routes
 
     def _is_allowed(self, path: str, token: str | None) -> bool:
-        """utils/auth.py `decide_request_auth` (all); middleware is installed for a single tokenizer only."""
+        """utils/auth.py `decide_request_auth` (all)."""
         args = self.args
-        if path.startswith(("/health", "/ready", "/metrics")) or args.tokenizer_worker_num > 1:
+        if path.startswith("/health"):
             return True
         is_admin = path in _ADMIN_ROUTES or (path == "/load_lora_adapter_from_tensors" and args.at_least("0.5.22"))
         wanted = (args.admin_api_key or args.api_key) if is_admin else args.api_key
@@ -390,11 +377,6 @@ class FakeSGLang:
         if self.death is not None:
             raise SchedulerDiedError
 
-    def _worker(self) -> _Worker:
-        with self._cond:
-            self._turn += 1
-            return self._workers[self._turn % len(self._workers)]
-
     # Information
 
     def _health(self, body: Any, query: Any, connection: socket.socket) -> tuple[int, Any]:
@@ -409,7 +391,7 @@ class FakeSGLang:
             "tokenizer_path": self.args.model_path,
             "is_generation": True,
             "preferred_sampling_params": self.args.preferred_sampling_params,
-            "weight_version": self._weight_version,
+            "weight_version": "default",
             "has_image_understanding": self.args.image_token_id is not None,
             "has_audio_understanding": False,
             "model_type": "qwen3",
@@ -428,32 +410,15 @@ class FakeSGLang:
         args = self.args
         # `--dp-size N --enable-dp-attention` is another spelling of `--attn-dp-size N` from 0.5.22 on.
         attention = {"attn_dp_size": args.attn_dp_size} if args.at_least("0.5.22") else {}
-        return 200, attention | {
-            "model_path": args.model_path,
+        return 200, {name: getattr(args, name) for name in _REPORTED} | attention | {
             "tokenizer_path": args.model_path,
             "served_model_name": self._base_name,
-            "dtype": args.dtype,
             "context_length": None,  # the flag, not the model's own length
-            "tp_size": args.tp_size,
-            "dp_size": args.dp_size,
             "enable_dp_attention": args.attn_dp_size > 1,
-            "tokenizer_worker_num": args.tokenizer_worker_num,
-            "hicache_storage_backend": args.hicache_storage_backend,
-            "enable_lmcache": args.enable_lmcache,
             "enable_lora": args.enable_lora or None,
             "max_lora_rank": args.max_lora_rank if args.enable_lora else None,
             "lora_target_modules": sorted(set(args.lora_target_modules)) if args.enable_lora else None,
             "lora_paths": [] if args.enable_lora else None,
-            "max_loras_per_batch": args.max_loras_per_batch,
-            "max_loaded_loras": args.max_loaded_loras,
-            "enable_memory_saver": args.enable_memory_saver,
-            "enable_deterministic_inference": args.enable_deterministic_inference,
-            "skip_tokenizer_init": False,
-            "status": "ready",
-            "max_total_num_tokens": 100_000,
-            "max_req_input_len": args.context_length - 6,
-            "internal_states": [{"effective_max_running_requests_per_dp": 256}],
-            "version": args.version,
         }
 
     def _counts(self) -> tuple[int, int]:
@@ -472,16 +437,12 @@ class FakeSGLang:
         }
         return 200, {"timestamp": "2026-01-01T00:00:00+00:00", "version": self.args.version, "loads": [load]}
 
-    def _get_load(self, body: Any, query: Any, connection: socket.socket) -> tuple[int, Any]:
-        running, queued = self._counts()
-        return 200, [{"dp_rank": 0, "num_reqs": running + queued, "num_waiting_reqs": queued, "num_tokens": 0}]
-
     def _models(self, body: Any, query: Any, connection: socket.socket) -> tuple[int, Any]:
-        """entrypoints/http_server.py `available_models`: of the worker that answers (all)."""
+        """entrypoints/http_server.py `available_models` (all)."""
         base = {"id": self._base_name, "object": "model", "created": 0, "owned_by": "sglang", "root": self._base_name}
         cards = [base | {"parent": None, "max_model_len": self.args.context_length}]
         with self._cond:
-            for ref in self._worker().registry.values() if self.args.enable_lora else ():
+            for ref in self._registry.values() if self.args.enable_lora else ():
                 own = {"id": ref.name, "root": ref.path, "parent": self._base_name, "max_model_len": None}
                 cards.append(base | own)
         return 200, {"object": "list", "data": cards}
@@ -491,7 +452,7 @@ class FakeSGLang:
     def _load_route(self, body: Any, query: Any, connection: socket.socket) -> tuple[int, Any]:
         name, path = _fields(body, "lora_name", "lora_path")
         ref = LoRARef(name=name, path=path, pinned=bool(body.get("pinned")))
-        return self._update_answer(lambda: self._load(self._worker(), ref, lambda: self.scheduler.load(ref)))
+        return self._update_answer(lambda: self._load(ref, lambda: self.scheduler.load(ref)))
 
     def _load_tensors_route(self, body: Any, query: Any, connection: socket.socket) -> tuple[int, Any]:
         """managers/io_struct.py: one string up to 0.5.16, one per tensor-parallel rank from 0.5.17 on."""
@@ -507,11 +468,16 @@ class FakeSGLang:
             data: list[Any] = payloads if isinstance(payloads, list) else [payloads]
             return self.scheduler.load_tensors(ref, data, config, body.get("load_format"))
 
-        return self._update_answer(lambda: self._load(self._worker(), ref, load))
+        return self._update_answer(lambda: self._load(ref, load))
 
     def _unload_route(self, body: Any, query: Any, connection: socket.socket) -> tuple[int, Any]:
         (name,) = _fields(body, "lora_name")
-        return self._update_answer(lambda: self._unload_locked_route(self._worker(), name))
+
+        def unload() -> dict[str, Any]:
+            with self._updating():
+                return self._unload(name)
+
+        return self._update_answer(unload)
 
     def _update_answer(self, act: Callable[[], dict[str, Any]]) -> tuple[int, Any]:
         """Only ValueError is turned into a 400; AssertionError and others are a plain 500 (all)."""
@@ -526,18 +492,18 @@ class FakeSGLang:
         return (200 if result["success"] else 400), {"rid": None, "http_worker_ipc": None, **result}
 
     @contextlib.contextmanager
-    def _update_lock(self, worker: _Worker) -> Iterator[None]:
+    def _updating(self) -> Iterator[None]:
         """`lora_update_lock`: held for the whole load or unload, without a timeout, even if no client waits for it."""
-        while not worker.update_lock.acquire(timeout=_POLL_S):
+        while not self._update_lock.acquire(timeout=_POLL_S):
             self._check_alive()
         try:
             yield
         finally:
-            worker.update_lock.release()
+            self._update_lock.release()
 
-    def _load(self, worker: _Worker, ref: LoRARef, act: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        with self._update_lock(worker):
-            if ref.name in worker.pending_unloads:
+    def _load(self, ref: LoRARef, act: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        with self._updating():
+            if ref.name in self._pending_unloads:
                 raise ValueError(
                     f"LoRA adapter '{ref.name}' has an incomplete unload. Retry the unload before loading it again."
                 )
@@ -547,43 +513,33 @@ class FakeSGLang:
                 result = act()
                 self.peak_host_adapters = max(self.peak_host_adapters, len(self.scheduler.loras))
                 if result["success"]:
-                    worker.registry[ref.name] = worker.ref_cache[ref.name] = ref
-                    worker.counters[ref.lora_id] = 0
+                    self._registry[ref.name] = self._ref_cache[ref.name] = ref
+                    self._counters[ref.lora_id] = 0
             # Also after a failed load; through the unload that waits.
             limit = self.args.max_loaded_loras
-            while limit is not None and len(worker.registry) > limit:
-                oldest = next((name for name, known in worker.registry.items() if not known.pinned), None)
-                if oldest is None:
-                    raise ValueError(
-                        "Didn't find any LoRA adapters when trying to evict LRU LoRA adapter. "
-                        f"LoRA registry is: {worker.registry}"
-                    )
-                self._unload(worker, oldest)
+            while limit is not None and len(self._registry) > limit:
+                oldest = next(iter(self._registry))
+                self._unload(oldest)
                 del result["loaded_adapters"][oldest]
             return result
 
-    def _unload_locked_route(self, worker: _Worker, name: str) -> dict[str, Any]:
-        with self._update_lock(worker):
-            return self._unload(worker, name)
-
-    def _unload(self, worker: _Worker, name: str) -> dict[str, Any]:
+    def _unload(self, name: str) -> dict[str, Any]:
         """Unregister, wait until the counter is exactly 0, then remove it from the scheduler."""
-        keeps_pending = self.args.at_least("0.5.21")
         with self._cond:
-            lora_id = worker.pending_unloads.get(name)
+            lora_id = self._pending_unloads.get(name)
             if lora_id is None:
-                ref = worker.registry.pop(name, None)
+                ref = self._registry.pop(name, None)
                 if ref is None:
                     raise ValueError(
-                        f"LoRA with name {name} does not exist. Loaded LoRAs: odict_keys({list(worker.registry)})"
+                        f"LoRA with name {name} does not exist. Loaded LoRAs: odict_keys({list(self._registry)})"
                     )
                 lora_id = ref.lora_id
-                if keeps_pending:
-                    worker.pending_unloads[name] = lora_id
-        self._wait_for_ever(lambda: worker.counters.get(lora_id, 0) == 0)
+                if self.args.at_least("0.5.21"):
+                    self._pending_unloads[name] = lora_id
+        self._wait_for_ever(lambda: self._counters.get(lora_id, 0) == 0)
         with self._cond:
-            worker.counters.pop(lora_id, None)
-            worker.pending_unloads.pop(name, None)
+            self._counters.pop(lora_id, None)
+            self._pending_unloads.pop(name, None)
             return self.scheduler.unload(lora_id)
 
     # Generation: managers/tokenizer_manager.py `generate_request`
@@ -593,22 +549,21 @@ class FakeSGLang:
         if self.args.at_least("0.5.22") and (words := _contract_error(body)):
             return 400, {"error": words}
         job = _Job(body)
-        worker = self._worker()
         # Not `_wait`: SGLang looks for a client that has left only while it waits for an answer (0.5.15).
         self._wait_for_ever(lambda: self._pause_mode is None)
         with self._cond:
             self._readers += 1
         try:
             # Before the request is validated (all), so a request that is refused holds a reference already.
-            self._resolve(worker, job)
-            outputs = self._submit(worker, job, connection)
+            self._resolve(job)
+            outputs = self._submit(job, connection)
         finally:
             with self._cond:
                 self._readers -= 1
                 self._cond.notify_all()
         return 200, outputs[0] if job.is_single else outputs
 
-    def _resolve(self, worker: _Worker, job: "_Job") -> None:
+    def _resolve(self, job: "_Job") -> None:
         """`_validate_and_resolve_lora` and `_resolve_lora_path` (all)."""
         names = {name for name in job.lora_names if name is not None}
         if not names:
@@ -625,75 +580,75 @@ class FakeSGLang:
             raise _ClientError(f"Received request with {wanted} unique loras requested but max loaded loras is {limit}")
         for name in names:
             with self._cond:
-                if name in worker.registry:
+                if name in self._registry:
                     # The least recently used one is first, and `_load` evicts from there.
-                    worker.registry.move_to_end(name)
+                    self._registry.move_to_end(name)
                     continue
-                old = worker.ref_cache.get(name)
+                old = self._ref_cache.get(name)
             if old is None:
                 raise _ClientError(
                     f"Got LoRA adapter that has never been loaded: {name}\n"
-                    f"All loaded adapters: dict_keys({list(worker.ref_cache)})."
+                    f"All loaded adapters: dict_keys({list(self._ref_cache)})."
                 )
             # An unloaded name is loaded again from its old path, and the client is not informed.
             ref = LoRARef(name=old.name, path=old.path, pinned=old.pinned)
 
             def load(ref: LoRARef = ref) -> dict[str, Any]:
-                return self._load(worker, ref, lambda: self.scheduler.load(ref))
+                return self._load(ref, lambda: self.scheduler.load(ref))
 
             _, result = self._update_answer(load)
             if not result["success"] and "already loaded" not in result["error_message"]:
                 raise _ClientError(f"Failed to implicitly load LoRA adapter {name}: {result['error_message']}")
         with self._cond:
             # Looked up and counted under one lock: an unload in between would not wait for this request.
-            refs = [None if name is None else worker.registry[name] for name in job.lora_names]
+            refs = [None if name is None else self._registry[name] for name in job.lora_names]
             job.lora_ids = [None if ref is None else ref.lora_id for ref in refs]
             for lora_id in job.lora_ids:
                 if lora_id is not None:
-                    worker.counters[lora_id] += 1
+                    self._counters[lora_id] += 1
 
-    def _release_reference(self, worker: _Worker, lora_id: str | None) -> None:
+    def _release_reference(self, lora_id: str | None) -> None:
         with self._cond:
             # It is not there once the unload has ended. It may fall below 0, as in SGLang, and then no unload ends.
-            if lora_id in worker.counters:
-                worker.counters[lora_id] -= 1
+            if lora_id in self._counters:
+                self._counters[lora_id] -= 1
             self._cond.notify_all()
 
-    def _submit(self, worker: _Worker, job: "_Job", connection: socket.socket) -> list[dict[str, Any]]:
+    def _submit(self, job: "_Job", connection: socket.socket) -> list[dict[str, Any]]:
         try:
             prompts = [self._tokenize(*pair) for pair in zip(job.prompts, job.images, strict=True)]
             preferred = self.args.preferred_sampling_params or {}
             params = [sampling_params(preferred | given, self.args) for given in job.params]
-            for prompt, given, tokens in zip(prompts, params, job.token_ids_logprobs, strict=True):
-                self._validate(prompt, given, tokens)
+            for prompt, given in zip(prompts, params, strict=True):
+                self._validate(prompt, given)
         except ValueError as error:
-            self._after_early_failure(worker, job)
+            self._after_early_failure(job)
             raise _ClientError(str(error)) from error
         except TypeError:  # not converted: HTTP 500
-            self._after_early_failure(worker, job)
+            self._after_early_failure(job)
             raise
         with self._cond:
             known = {run.rid for run in self._running}
             if (taken := next((rid for rid in job.rids if rid in known), None)) is not None:
-                self._after_early_failure(worker, job)
+                self._after_early_failure(job)
                 raise _ClientError(f"Duplicate request ID detected: {taken}")
             is_queued = self._holding == "queued"
             runs = [_Running(*one, is_queued=is_queued) for one in zip(job.rids, job.lora_names, strict=True)]
             self._running += runs
         if job.n > 1:
-            self._warm_up_prefixes(worker, job)
+            self._warm_up_prefixes(job)
         outputs: list[dict[str, Any]] = []
         done = 0
         try:
             # One after the other in this thread, while all of them count as running, as in a batch.
             for index, run in enumerate(runs):
-                outputs.append(self._run(worker, job, index, run, prompts[index], params[index], connection))
+                outputs.append(self._run(job, index, run, prompts[index], params[index], connection))
                 done = index + 1
         except _ClientLeftError:
             # The samples before these have ended, and have given their references back.
             for run, lora_id in zip(runs[done:], job.lora_ids[done:], strict=True):
                 if self._lets_go_of_abandoned(run):
-                    self._release_reference(worker, lora_id)
+                    self._release_reference(lora_id)
             raise
         finally:
             with self._cond:
@@ -710,20 +665,20 @@ class FakeSGLang:
             return self.args.at_least("0.5.22")
         return not self.args.at_least("0.5.15") or self.args.at_least("0.5.20")
 
-    def _after_early_failure(self, worker: _Worker, job: "_Job") -> None:
+    def _after_early_failure(self, job: "_Job") -> None:
         """A request that is refused after it acquired its adapter keeps the reference for ever up to 0.5.21."""
         if self.args.at_least("0.5.22"):  # `_release_req_states_on_failure`
             for lora_id in job.lora_ids:
-                self._release_reference(worker, lora_id)
+                self._release_reference(lora_id)
 
-    def _warm_up_prefixes(self, worker: _Worker, job: "_Job") -> None:
+    def _warm_up_prefixes(self, job: "_Job") -> None:
         """n > 1: one prefill per prompt, whose end releases a reference that was never acquired (up to 0.5.21)."""
         for lora_id in job.lora_ids[:: job.n]:
             with self._cond:
                 self._check_alive()
                 self.scheduler.fetch(lora_id)
             if not self.args.at_least("0.5.22"):  # "Warmup borrows the samples' LoRA references"
-                self._release_reference(worker, lora_id)
+                self._release_reference(lora_id)
 
     def _tokenize(self, prompt: Any, images: list[str]) -> list[int]:
         if isinstance(prompt, str):
@@ -738,9 +693,9 @@ class FakeSGLang:
         lengths = iter([image_length(image) for image in images])
         return [token for one in prompt for token in ([marker] * next(lengths) if one == marker else [one])]
 
-    def _validate(self, prompt: list[int], params: dict[str, Any], token_ids_logprob: list[int] | None) -> None:
+    def _validate(self, prompt: list[int], params: dict[str, Any]) -> None:
         """`_validate_one_request`. Ids of the prompt are not checked: `_validate_input_ids_in_vocab` has no caller."""
-        limit, vocab = self.args.context_length, self.args.shapes.vocab
+        limit = self.args.context_length
         if len(prompt) >= limit:
             raise ValueError(
                 f"The input ({len(prompt)} tokens) is longer than the model's context length ({limit} tokens)."
@@ -750,15 +705,9 @@ class FakeSGLang:
                 "Requested token count exceeds the model's maximum context length "
                 f"of {limit} tokens. You requested a total of {len(prompt) + params['max_new_tokens']} tokens"
             )
-        for token in token_ids_logprob or ():
-            if not 0 <= token < vocab and self.args.at_least("0.5.15"):
-                raise ValueError(
-                    f"token_ids_logprob contains out-of-vocabulary token id {token}; valid range is [0, {vocab})."
-                )
 
     def _run(
         self,
-        worker: _Worker,
         job: "_Job",
         index: int,
         run: _Running,
@@ -770,7 +719,7 @@ class FakeSGLang:
         lora_id = job.lora_ids[index]
         if run.is_aborted and run.is_queued:
             if self.args.at_least("0.5.22"):
-                self._release_reference(worker, lora_id)
+                self._release_reference(lora_id)
             return self._aborted_in_queue(job, index, run)
         with self._cond:
             self._check_alive()
@@ -785,10 +734,10 @@ class FakeSGLang:
             sampler = Sampler(self.args, self.scheduler.policy, patch, prompt, params, self._draws[key])
         # Nothing is released in a `finally`: what an abandoned request gives back depends on the version.
         finish = self._sample(sampler, run, job, index, connection)
-        self._release_reference(worker, lora_id)
+        self._release_reference(lora_id)
         status = finish.get("status_code")
         if status is not None:
-            self._raise_abort(worker, lora_id, status, finish["message"])
+            self._raise_abort(lora_id, status, finish["message"])
         return self._output(job, index, run, prompt, sampler, finish)
 
     def _sample(
@@ -807,7 +756,7 @@ class FakeSGLang:
                 self._wait(connection, lambda: run.is_aborted, self.token_delay_s)
         return sampler.finish
 
-    def _raise_abort(self, worker: _Worker, lora_id: str | None, status: int, message: str) -> None:
+    def _raise_abort(self, lora_id: str | None, status: int, message: str) -> None:
         """`_handle_abort_finish_reason`: 400 is a ValueError, 500 and 503 an HTTPException (others from 0.5.23 on).
 
         Up to 0.5.21 the latter release a second time, after `_handle_batch_output` did.
@@ -816,7 +765,7 @@ class FakeSGLang:
             raise _ClientError(message)
         if status in (500, 503):
             if not self.args.at_least("0.5.22"):
-                self._release_reference(worker, lora_id)
+                self._release_reference(lora_id)
             raise _HTTPStatusError(status, message)
         if self.args.at_least("0.5.23"):
             raise _HTTPStatusError(status, message)
@@ -826,7 +775,7 @@ class FakeSGLang:
         meta: dict[str, Any] = {
             "id": run.rid,
             "finish_reason": {"type": "abort", "message": "Abort in waiting queue"},
-            "weight_version": self._weight_version,
+            "weight_version": "default",
             "e2e_latency": 0.01,
             "completion_tokens": 0,
         }
@@ -842,7 +791,7 @@ class FakeSGLang:
             "id": run.rid,
             "finish_reason": finish,
             "prompt_tokens": len(prompt),
-            "weight_version": self._weight_version,
+            "weight_version": "default",
             "num_retractions": 0,
         }
         if job.return_logprob[index]:
@@ -959,13 +908,6 @@ class FakeSGLang:
             self.scheduler.resume_memory((body or {}).get("tags") or list(MEMORY_TAGS))
         return 200, None
 
-    def _update_weight_version(self, body: Any, query: Any, connection: socket.socket) -> tuple[int, Any]:
-        if body.get("abort_all_requests"):
-            self._abort(lambda run: True)
-        self._weight_version = body["new_version"]
-        message = f"Weight version updated to {body['new_version']}"
-        return 200, {"success": True, "message": message, "new_version": body["new_version"]}
-
 
 class _Job:
     """A body of /generate in one shape: lists over samples, prompt-major.
@@ -1003,10 +945,6 @@ class _Job:
         self.return_logprob = expand(body.get("return_logprob"), False)
         self.logprob_start = expand(body.get("logprob_start_len"), -1)
         self.top_logprobs = expand(body.get("top_logprobs_num"), 0)
-        tokens = body.get("token_ids_logprob")
-        self.token_ids_logprobs = expand(tokens if tokens and isinstance(tokens[0], list) else None, None)
-        if tokens and not isinstance(tokens[0], list):
-            self.token_ids_logprobs = [tokens] * len(self.prompts)
         self.return_prompt_token_ids = bool(body.get("return_prompt_token_ids"))
         self.lora_ids: list[str | None] = [None] * len(self.prompts)
         rids = body.get("rid") or [uuid.uuid4().hex for _ in range(count)]
@@ -1159,7 +1097,7 @@ def _handler(fake: FakeSGLang) -> type[BaseHTTPRequestHandler]:
             self.end_headers()
             self.wfile.write(content)
 
-        do_GET = do_POST = do_PUT = _serve
+        do_GET = do_POST = _serve
 
         def log_message(self, *args: Any) -> None:
             pass

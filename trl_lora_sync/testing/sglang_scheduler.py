@@ -26,9 +26,8 @@ from safetensors.torch import load_file
 from trl_lora_sync.testing.policy import Array, ServedPolicy, Shapes, ToyPolicy, log_softmax
 
 # srt/lora/utils.py `get_normalized_target_modules` (all)
-_FUSED = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj"}
-_FUSED |= {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj"}
-_STACKED = {"qkv_proj": 3, "gate_up_proj": 2}
+_STACKED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+_FUSED = {member: name for name, members in _STACKED.items() for member in members}
 _EVERY_MODULE = frozenset({"qkv_proj", "o_proj", "gate_up_proj", "down_proj", "embed_tokens", "lm_head"})
 TENSOR_PATH = "__tensor__"  # srt/managers/tokenizer_control_mixin.py `load_lora_adapter_from_tensors` (all)
 _CHARACTERS = frozenset(string.printable)  # of texts that follow a grammar
@@ -62,7 +61,7 @@ class ServerArgs:
     tp_size: int = 1
     dp_size: int = 1
     attn_dp_size: int = 1
-    tokenizer_worker_num: int = 1
+    tokenizer_worker_num: int = 1  # only reported; a trainer refuses more
     api_key: str | None = None
     admin_api_key: str | None = None
     enable_memory_saver: bool = False
@@ -151,16 +150,14 @@ class Scheduler:
         """srt/managers/tp_worker.py: deserialised outside of any `try`, so every failure ends the scheduler (all)."""
         try:
             # Rank r reads element r; up to 0.5.16 there is one payload for all (`serialized_tensors`).
-            read = [self._deserialise(payloads[rank]) for rank in range(self._ranks(payloads))]
+            ranks = self.args.tp_size if self.args.at_least("0.5.17") else len(payloads)
+            read = [self._deserialise(payloads[rank]) for rank in range(ranks)]
             if load_format is not None:
                 raise ValueError(f"the fake does not know load_format={load_format!r}")
         except Exception as error:
             self._die(f"{type(error).__name__} while deserialising tensors: {error}")
             raise SchedulerDiedError from error
         return self._load(ref, lambda: (config, read[0]))
-
-    def _ranks(self, payloads: list[Any]) -> int:
-        return self.args.tp_size if self.args.at_least("0.5.17") else len(payloads)
 
     def _deserialise(self, payload: Any) -> dict[str, torch.Tensor]:
         # MultiprocessingSerializer.deserialize: base64 with validate=True, then SafeUnpickler
@@ -202,13 +199,6 @@ class Scheduler:
                 "LoRA memory pool configuration. Please ensure that the LoRA adapter's rank is within the configured "
                 "`--max-lora-rank` and that the target modules are included in `--lora-target-modules`."
             )
-        pinned = sum(adapter.ref.pinned for adapter in self.loras.values())
-        if ref.pinned and pinned >= self.args.max_loras_per_batch - 1:
-            raise ValueError(
-                f"Failed to load LoRA adapter {ref.name} as a pinned adapter. It is not allowed to pin all slots "
-                "in the LoRA memory pool to avoid starvation for unpinned adapters and base models. Please increase "
-                "your `--max-loras-per-batch` or load it as unpinned LoRA adapters."
-            )
 
     def _stacked(self, tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> list[dict[str, torch.Tensor]]:
         """srt/lora/lora.py `_process_weight`, `normalize_qkv_proj`, `normalize_gate_up_proj` (all)."""
@@ -240,7 +230,8 @@ class Scheduler:
         """Copy an adapter to a GPU slot unless it is there, and return what to compute with."""
         if lora_id not in self.slots:
             while len(self.slots) >= self.args.max_loras_per_batch:
-                self._evict()
+                # The least recently used adapter, before the base model.
+                self.slots.pop(next((key for key in self.slots if key is not None), None))
             if lora_id is not None:
                 self._check_fits(self.loras[lora_id])
             self.slots[lora_id] = True
@@ -252,15 +243,6 @@ class Scheduler:
         if adapter.patch is None:
             adapter.patch = self.policy.patch(self._as_served(adapter), adapter.scaling)
         return adapter.patch
-
-    def _evict(self) -> None:
-        """Least recently used, adapters before the base model, never a pinned one."""
-        # Up to 0.5.16 a slot outlives the unload of its adapter, so a key may be missing in `loras`.
-        adapters = [key for key in self.slots if key is not None and not (key in self.loras and self._is_pinned(key))]
-        self.slots.pop(adapters[0] if adapters else None)
-
-    def _is_pinned(self, lora_id: str) -> bool:
-        return self.loras[lora_id].ref.pinned
 
     def _check_fits(self, adapter: Adapter) -> None:
         rank = adapter.config["r"]
@@ -282,10 +264,9 @@ class Scheduler:
 
     def _buffer_shape(self, module: str, matrix: str, rank: int) -> tuple[int, int]:
         shapes = self.args.shapes
-        parts = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-        members = parts.get(module, (module,))
+        members = _STACKED.get(module, (module,))
         if matrix == "A":
-            return rank * _STACKED.get(module, 1), shapes.of(members[0])[1]
+            return rank * len(members), shapes.of(members[0])[1]
         return sum(shapes.of(member)[0] for member in members), rank
 
     def _sliced(self, module: str, matrix: str, value: torch.Tensor) -> torch.Tensor:
