@@ -134,7 +134,12 @@ def find_extras(model: Any, adapter_name: str, layers: Mapping[str, Any]) -> lis
             "the server has one weight for the two, and PEFT trains one of them only",
             "Leave them out of target_modules and modules_to_save. trainable_token_indices trains tokens of both",
         )
-    _check_distinct(found)
+    keys = [one.key for one in found]
+    if twice := {key for key in keys if keys.count(key) > 1}:
+        raise UnsupportedAdapterError(
+            f"{sorted(twice)[0]!r} is trained in two ways at once, and a server can be given one of them. Leave the "
+            "module out of target_modules, modules_to_save or trainable_token_indices."
+        )
     return found
 
 
@@ -148,16 +153,6 @@ def _is_tied(model: Any) -> bool:
     # Checkpoints older than Transformers 5 have the flag of a model with several parts in its text part.
     configs = [config, config.get_text_config()] if hasattr(config, "get_text_config") else [config]
     return any(getattr(one, "tie_word_embeddings", False) for one in configs)
-
-
-def _check_distinct(found: list[Extra]) -> None:
-    keys = [one.key for one in found]
-    twice = {key for key in keys if keys.count(key) > 1}
-    if twice:
-        raise UnsupportedAdapterError(
-            f"{sorted(twice)[0]!r} is trained in two ways at once, and a server can be given one of them. Leave the "
-            "module out of target_modules, modules_to_save or trainable_token_indices."
-        )
 
 
 def _as_trained(value: Tensor, dtype: torch.dtype) -> Tensor:

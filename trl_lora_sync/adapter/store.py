@@ -115,10 +115,23 @@ def write_adapter(
     # Beside it, as a rename cannot cross file systems. The dot keeps it out of the pattern of a sweep.
     partial = directory.parent / f".{directory.name}.{secrets.token_hex(4)}.partial"
     renamed = False
+    tensors, config, note = partial / TENSORS_FILE, partial / CONFIG_FILE, partial / NOTE_FILE
     try:
-        _check_free(directory)
+        if directory.is_dir() and any(directory.iterdir()):
+            raise AdapterExportError(
+                f"{directory} exists and is not empty. Adapters are never written over one another, because a server "
+                "may still read the old one. Choose a new directory."
+            )
         partial.mkdir(parents=True)
-        _write_files(partial, adapter, private, write_tensors)
+        write_tensors(tensors, adapter)
+        config.write_text(_config_text(adapter, has_note=note.exists()))
+        for file in (tensors, config, note) if note.exists() else (tensors, config):
+            # A pinned file is 0600 whatever the umask, so the other one shows the process's default.
+            file.chmod(_PRIVATE_FILE if private else config.stat().st_mode)
+            fsync(file)
+        if private:
+            partial.chmod(_PRIVATE_DIRECTORY)
+        fsync(partial)
         partial.rename(directory)
         renamed = True
         # A rename is durable only once the folder that holds the name is on disk.
@@ -128,29 +141,6 @@ def write_adapter(
         if isinstance(error, OSError) and not isinstance(error, AdapterExportError):
             raise _export_error(directory, adapter, error) from error
         raise
-
-
-def _check_free(directory: Path) -> None:
-    if directory.is_dir() and any(directory.iterdir()):
-        raise AdapterExportError(
-            f"{directory} exists and is not empty. Adapters are never written over one another, because a server may "
-            "still read the old one. Choose a new directory."
-        )
-
-
-def _write_files(
-    partial: Path, adapter: CanonicalAdapter, private: bool, write_tensors: Callable[[Path, CanonicalAdapter], None]
-) -> None:
-    tensors, config, note = partial / TENSORS_FILE, partial / CONFIG_FILE, partial / NOTE_FILE
-    write_tensors(tensors, adapter)
-    config.write_text(_config_text(adapter, has_note=note.exists()))
-    for file in (tensors, config, note) if note.exists() else (tensors, config):
-        # A pinned file is 0600 whatever the umask, so the other one shows the process's default.
-        file.chmod(_PRIVATE_FILE if private else config.stat().st_mode)
-        fsync(file)
-    if private:
-        partial.chmod(_PRIVATE_DIRECTORY)
-    fsync(partial)
 
 
 def _config_text(adapter: CanonicalAdapter, *, has_note: bool) -> str:

@@ -234,7 +234,10 @@ def check_peft_config(
     # The difference to an initial adapter is made for linear layers only, and experts would be sent whole.
     if config.target_parameters and changes_base(config.init_lora_weights):
         raise refuse_experts(config)
-    _check_together(config)
+    # DoRA's magnitudes on an embedding are of its columns (peft/tuners/lora/dora.py, 0.18 to 0.21).
+    targets = [config.target_modules] if isinstance(config.target_modules, str) else config.target_modules or ()
+    if config.use_dora and any(is_embedding_module(name) and "lm_head" not in name for name in targets):
+        raise refuse_scaled_embedding()
 
 
 def serves_experts(serving: Serving, *, proves_groups: bool) -> bool:
@@ -259,13 +262,6 @@ def refuse_experts(config: Any, family: str = "") -> UnsupportedAdapterError:
         "do the names of the experts' layers",
         fix,
     )
-
-
-def _check_together(config: Any) -> None:
-    """Refuse DoRA on an embedding, whose magnitudes are of its columns (peft/tuners/lora/dora.py, 0.18 to 0.21)."""
-    targets = [config.target_modules] if isinstance(config.target_modules, str) else config.target_modules or ()
-    if config.use_dora and any(is_embedding_module(name) and "lm_head" not in name for name in targets):
-        raise refuse_scaled_embedding()
 
 
 def refuse_scaled_embedding() -> UnsupportedAdapterError:
