@@ -174,19 +174,22 @@ class AdapterReader:
 
     Attributes:
         last_linears: what the last call of `linears` returned.
+        extras: what is trained beside them; empty unless serving is fused.
+        scaled_layers: all of PEFT's layers with the adapter, as it found them.
+        base_layers: what lies below each of these.
     """
 
     def __init__(self, serving: Serving = "runtime", *, proves_groups: bool = False) -> None:
         self._serving = serving
         self._proves_groups = proves_groups
-        self._extras: list[Extra] = []
+        self.extras: list[Extra] = []
         self._experts: list[ExpertLayer] = []
         self.buffer = FlatBuffer()
         self.fingerprints = Fingerprints()
         self._tree: ModuleTree | None = None
         self._layers: list[_Layer] = []
-        self._scaled: list[Any] = []  # all of PEFT's layers with the adapter
-        self._base_layers: list[Any] = []
+        self.scaled_layers: list[Any] = []
+        self.base_layers: list[Any] = []
         self._others: list[_OtherLayer] = []
         self._has_initial = False
         self.last_linears: list[nn.Linear] = []
@@ -208,13 +211,13 @@ class AdapterReader:
             self._modules = self._checked = None
             self._layers = find_layers(model, adapter_name, self._serving, proves_groups=self._proves_groups)
             adapted = _adapted(model, adapter_name)
-            self._scaled = list(adapted.values())
+            self.scaled_layers = list(adapted.values())
             # Here and not at each sync, as PEFT's function ends with an exception in each layer.
-            self._base_layers = [layer.get_base_layer() for layer in self._scaled]
+            self.base_layers = [layer.get_base_layer() for layer in self.scaled_layers]
             self._others = _other_layers(model, adapter_name)
             self._has_initial = any(layer.initial is not None for layer in self._layers)
             self._experts = _find_experts(model, adapter_name, adapted, self._serving)
-            self._extras = find_extras(model, adapter_name, adapted) if self._serving == "fused" else []
+            self.extras = find_extras(model, adapter_name, adapted) if self._serving == "fused" else []
             pairs = [layer.matrices for layer in self._layers] + [layer.matrices for layer in self._experts]
             self.last_linears = [matrix for pair in pairs for matrix in pair]
             # Last: after an error above, the tree or the name is still the old one, so the next call searches again.
@@ -224,12 +227,7 @@ class AdapterReader:
     @property
     def reads_parameters(self) -> bool:
         """Whether some of what is trained can be read only if the model is whole."""
-        return bool(self._extras or self._experts) or any(is_read_directly(one) for one in self.last_linears)
-
-    @property
-    def extras(self) -> list[Extra]:
-        """What is trained beside the last `linears`; empty unless serving is fused."""
-        return self._extras
+        return bool(self.extras or self._experts) or any(is_read_directly(one) for one in self.last_linears)
 
     def groups(self) -> dict[str, dict[str, tuple[nn.Linear, ...]]]:
         """What the last call of `linears` returned, by group and by the path of the layer in the served model.
@@ -241,24 +239,14 @@ class AdapterReader:
             found.setdefault(group_of(layer.path), {})[layer.path] = layer.matrices
         for expert in self._experts:
             found.setdefault("experts", {})[f"{expert.path}.{expert.parameter}"] = expert.matrices
-        for one in self._extras:
+        for one in self.extras:
             if one.trial_size is not None:
                 found.setdefault(group_of(one.path), {}).setdefault(one.path, ())
         return found
 
-    @property
-    def scaled_layers(self) -> list[Any]:
-        """All of PEFT's layers with the adapter, as found by the last `linears`."""
-        return self._scaled
-
-    @property
-    def base_layers(self) -> list[Any]:
-        """What lies below each of `scaled_layers`."""
-        return self._base_layers
-
     def scalings(self) -> tuple[float, ...]:
         """Of all layers of the last `linears` at this moment, embeddings and experts included."""
-        return tuple(float(layer.scaling[self._adapter_name]) for layer in self._scaled)
+        return tuple(float(layer.scaling[self._adapter_name]) for layer in self.scaled_layers)
 
     def check(self) -> None:
         """Refuse layers that compute something other than plain LoRA at this moment, as `read_adapter` does."""
@@ -328,7 +316,7 @@ class AdapterReader:
         To be used only if `is_as_read` after a call of `linears`. None where a look is needed first.
         """
         # Extras and experts are read from their layers each time, and zeros for siblings need the shapes of the model.
-        if self._modules is None or self._extras or self._experts or form.packed_modules:
+        if self._modules is None or self.extras or self._experts or form.packed_modules:
             return None
         return _export(model, self._adapter_name, self._modules, self.buffer, dtype, False, NO_EXTRAS)
 
@@ -359,29 +347,21 @@ class AdapterReader:
         form: Form,
         gathered: Mapping[nn.Module, Tensor] | None,
     ) -> CanonicalAdapter:
-        extras = read_extras(self._extras, gathered or {}, dtype) if self._extras else NO_EXTRAS
+        instead = gathered or {}
+        extras = read_extras(self.extras, instead, dtype) if self.extras else NO_EXTRAS
         if self._experts:
-            extras = self._with_experts(modules, extras, gathered or {}, form)
+            # vLLM gets as many tensors as there are layers, and not experts, where it takes that, and loads them
+            # faster. Of the two engines, SGLang alone gets packed modules.
+            is_stacked = not form.packed_modules and (form.stacked_experts or self._experts[0].family.is_always_stacked)
+            # Ranks differ within a layer: where gate and up were named apart, PEFT gives gate_up_proj twice the rank
+            # (0.21, utils/transformers_weight_conversion.py).
+            rank = max(layer.rank for layer in self._experts)
+            whole = max(rank, *(module.rank for module in modules))
+            blocks = expert_blocks(
+                self._experts, lambda matrix: instead.get(matrix, matrix.weight), whole, is_stacked=is_stacked
+            )
+            extras = replace(extras, blocks=blocks, rank=rank, has_stacked_experts=is_stacked)
         return _export(model, self._adapter_name, modules, buffer, dtype, form.packed_modules, extras)
-
-    def _with_experts(
-        self,
-        modules: Sequence[LoRAModule],
-        extras: ExtraTensors,
-        gathered: Mapping[nn.Module, Tensor],
-        form: Form,
-    ) -> ExtraTensors:
-        family, on_sglang = self._experts[0].family, form.packed_modules
-        # vLLM gets as many tensors as there are layers, and not experts, where it takes that, and loads them faster.
-        is_stacked = not on_sglang and (form.stacked_experts or family.is_always_stacked)
-        # Ranks differ within a layer: where gate and up were named apart, PEFT gives gate_up_proj twice the rank (0.21,
-        # utils/transformers_weight_conversion.py).
-        rank = max(layer.rank for layer in self._experts)
-        whole = max(rank, *(module.rank for module in modules)) if modules else rank
-        blocks = expert_blocks(
-            self._experts, lambda matrix: gathered.get(matrix, matrix.weight), whole, is_stacked=is_stacked
-        )
-        return replace(extras, blocks=blocks, rank=rank, has_stacked_experts=is_stacked)
 
     def release(self) -> None:
         """Release the memory; the next read allocates it again."""
