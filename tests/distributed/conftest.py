@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from support.servers import Proxy
     from vllm_server import VLLMServer
 
-SCENARIOS = ("working", "failing", "overlapping")
+SCENARIOS = ("working", "failing", "overlapping", "asynchronous")
 # What a hang would exceed; each scenario takes 20 to 60 s.
 TIMEOUT_S = 120.0
 
@@ -25,7 +25,7 @@ class TwoProcesses:
     Attributes:
         folders: by scenario.
         urls: likewise, what stands for the server.
-        overlapping: the proxy of that scenario.
+        overlapping, asynchronous: the proxies of these scenarios.
         left: the adapters on the server after all of them.
     """
 
@@ -33,6 +33,7 @@ class TwoProcesses:
     urls: dict[str, str]
     ended: "Finished"
     overlapping: "Proxy"
+    asynchronous: "Proxy"
     left: dict[str, str]
 
     def seen(self, scenario: str) -> dict[str, Any]:
@@ -45,19 +46,25 @@ class TwoProcesses:
 def two_processes(
     server: "VLLMServer", base_model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[TwoProcesses]:
-    """One launch, through everything that works and failures that a run survives, starts that fail, and overlap."""
+    """One launch, through all that works and failures that a run survives, starts that fail, overlap and AsyncGRPO."""
     from support.launch import CPU_ENV, TESTS, launch_each
     from support.servers import adapters_on, nobody_listening, proxy_to
 
     folders = {name: tmp_path_factory.mktemp(name) for name in SCENARIOS}
-    with proxy_to(server.base_url) as working, proxy_to(server.base_url) as overlapping, nobody_listening() as closed:
+    with (
+        proxy_to(server.base_url) as working,
+        proxy_to(server.base_url) as overlapping,
+        proxy_to(server.base_url) as asynchronous,
+        nobody_listening() as closed,
+    ):
         do_as_ordered(working, order_in(folders["working"]))
         refuse_as_ordered(overlapping, order_in(folders["overlapping"]))
-        urls = {"working": working.base_url, "failing": closed, "overlapping": overlapping.base_url}
+        proxies = {"working": working, "overlapping": overlapping, "asynchronous": asynchronous}
+        urls = {name: proxy.base_url for name, proxy in proxies.items()} | {"failing": closed}
         runs = [[name, str(folders[name]), urls[name], str(base_model)] for name in SCENARIOS]
         script = TESTS / "support" / "two_processes.py"
         ended = launch_each(script, runs, folders["working"], ["--multi_gpu"], env=CPU_ENV, timeout_s=TIMEOUT_S)
-        yield TwoProcesses(folders, urls, ended, overlapping, adapters_on(server.base_url))
+        yield TwoProcesses(folders, urls, ended, overlapping, asynchronous, adapters_on(server.base_url))
 
 
 def order_in(folder: Path) -> Callable[[], str]:

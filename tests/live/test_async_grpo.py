@@ -4,7 +4,6 @@ Its attention needs a GPU, so plain torch stands in for that kernel; all else is
 """
 
 import json
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,7 +14,6 @@ import numpy as np
 import pytest
 import torch
 from support.async_runs import async_trainer, load_adapter, rollout_threads
-from support.launch import CPU_ENV, LAUNCH_ENV, launch
 from support.learning import EndsOnce, reward_rose_by
 from support.models import base_weights, peft_model, per_token_logps, same_tensors
 from support.policies import NOISE_MAX, NOISE_MEAN
@@ -431,27 +429,6 @@ def test_a_resumed_run_goes_on_with_the_next_prompts_and_counts_its_own_versions
     assert [begun[0], begun[1]] == PROMPTS[trained : trained + 2]
     assert [step["lora_sync/version"] for step in steps_of(trainer)[-2:]] == [2, 3]
     assert {sample.model_version for sample in trainer.samples} <= {1, 2, 3}
-
-
-@pytest.mark.slow
-def test_two_processes_train_one_adapter_and_the_first_one_samples(
-    proxies: Proxies, base_model: Path, tmp_path: Path
-) -> None:
-    script = ROOT / "tests" / "support" / "async_processes.py"
-    path = f"{ROOT / 'benchmarks'}{os.pathsep}{LAUNCH_ENV['PYTHONPATH']}"
-    arguments = [str(tmp_path), proxies[0].base_url, str(base_model)]
-
-    ended = launch(script, arguments, tmp_path, ["--multi_gpu"], env={**CPU_ENV, "PYTHONPATH": path}, timeout_s=300)
-
-    first, second = ended["seen"]
-    assert first["samples"]
-    assert not second["samples"]
-    for one in (first, second):
-        assert one["versions"] == [2, 3, 4]
-        assert one["model_version"] == 4
-        assert one["token_budget"] == 512  # of the server
-    assert first["adapter"] == second["adapter"]
-    assert len(proxies[0].loads()) == 4
 
 
 # What is refused

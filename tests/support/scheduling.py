@@ -38,6 +38,7 @@ LONGEST = (
     "tests/live/test_qlora_bases.py",
     "tests/live/test_two_hosts.py",
     "tests/distributed/test_overlap.py",
+    "tests/distributed/test_async_grpo.py",
     "tests/distributed/test_three_processes.py",
     "tests/live/test_cli.py",
     "tests/live/test_soak.py",
@@ -54,6 +55,7 @@ TOGETHER = {
     "tests/contract/test_engine_contract.py": "fused",
     "tests/distributed/test_two_processes.py": "two processes",
     "tests/distributed/test_overlap.py": "two processes",
+    "tests/distributed/test_async_grpo.py": "two processes",
 }
 
 

@@ -221,9 +221,34 @@ def overlapping(folder: Path, proxy_url: str, model: str) -> dict[str, Outcome]:
     return seen | {"broken": attempt(broken)}
 
 
+def asynchronous(folder: Path, proxy_url: str, model: str) -> dict[str, Outcome]:
+    """A run of AsyncGRPO."""
+    # Here, as no other run needs them.
+    from tree_attention import plain_kernel
+
+    from support.async_runs import AsyncGRPOTrainer, async_trainer
+
+    def train() -> Outcome:
+        with plain_kernel():
+            # The server has room for two versions.
+            config = {"max_steps": 3, "token_budget": None, "max_staleness": 0}
+            trainer = async_trainer(proxy_url, Path(model), folder, trainer_class=AsyncGRPOTrainer, **config)
+            trainer.train()
+        matrices = [value.double().sum() for name, value in trainer.model.named_parameters() if "lora_" in name]
+        return {
+            "versions": [entry["lora_sync/version"] for entry in trainer.state.log_history if "loss" in entry],
+            "model_version": trainer.model_version,
+            "token_budget": trainer.args.token_budget,
+            "samples": trainer.rollout_worker is not None,
+            "adapter": float(sum(matrices)),
+        }
+
+    return {"train": attempt(train)}
+
+
 def main(scenario: str, folder: str, url: str, model: str) -> None:
     torch.set_num_threads(1)
-    scenarios = {"working": working, "failing": failing, "overlapping": overlapping}
+    scenarios = {"working": working, "failing": failing, "overlapping": overlapping, "asynchronous": asynchronous}
     seen = scenarios[scenario](Path(folder), url, model)
     end_process(folder, seen)
 
