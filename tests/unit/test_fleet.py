@@ -1067,7 +1067,7 @@ def test_a_server_that_never_answers_a_load_is_dropped_early_enough_to_complete_
 
 
 def test_the_last_server_is_never_dropped(run: StartRun) -> None:
-    training = run(on_server_loss="drop")
+    training = run(on_server_loss="drop", sync_timeout_s=6.0)  # half of it is waited for the servers
     training.publish()
     for fake in training.fakes:
         fake.stop()

@@ -113,9 +113,20 @@ def raise_in_another_thread(act: Callable[[], object], wait: Callable[[], object
     assert raised == [SystemExit]
 
 
-@pytest.mark.parametrize("interrupt", [interrupt_main_thread, interrupt_other_thread])
-@pytest.mark.parametrize("servers", [1, 2])
-@pytest.mark.parametrize("version", ["0.5.11", "0.5.15", "0.5.21", "0.5.23"])
+# Every two of a way, a number and a version come together in one of these.
+@pytest.mark.parametrize(
+    ("interrupt", "servers", "version"),
+    [
+        (interrupt_main_thread, 1, "0.5.11"),
+        (interrupt_other_thread, 2, "0.5.11"),
+        (interrupt_main_thread, 2, "0.5.15"),
+        (interrupt_other_thread, 1, "0.5.15"),
+        (interrupt_main_thread, 1, "0.5.21"),
+        (interrupt_other_thread, 2, "0.5.21"),
+        (interrupt_main_thread, 2, "0.5.23"),
+        (interrupt_other_thread, 1, "0.5.23"),
+    ],
+)
 def test_an_interrupt_ends_a_generation_at_once_and_the_servers_abort_it(
     run: StartRun, interrupt: Callable[[FleetRun], None], servers: int, version: str
 ) -> None:
