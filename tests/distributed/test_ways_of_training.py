@@ -38,7 +38,6 @@ WAYS = {
     "fsdp1-orig-qlora": (TORCH, True),
     "fsdp2-qlora": (TORCH, True),
     "fsdp2-whole-qlora": (TORCH, True),
-    "ddp-rloo": (TORCH, False),
     "zero3-rloo": (DEEPSPEED, True),
     "ddp-pissa": (TORCH, False),
     "zero3-pissa": (DEEPSPEED, True),

@@ -82,30 +82,6 @@ def test_each_batch_is_sampled_from_the_version_that_was_newest_when_the_one_bef
     assert gaps[0] < NOISE_MEAN < max(gaps[1:])
 
 
-def test_prompts_and_random_states_are_those_of_a_run_without_overlap(
-    make_trainer: Make, proxy: Proxy, base_model: Path, tmp_path: Path
-) -> None:
-    found = []
-    for overlap in (0, 1):
-        seen = Seen()
-        trainer = make_trainer(
-            proxy.base_url,
-            base_model,
-            tmp_path / str(overlap),
-            reward_funcs=seen,
-            train_dataset=prompts(TWELVE),
-            lora_sync_overlap=overlap,
-            max_steps=14,  # beyond the end of the first epoch
-            max_completion_length=4,
-        )
-        trainer.train()
-        found.append((seen.batches, seen.random_states))
-
-    assert found[0] == found[1]
-    lags = [step[LAG] for step in steps_of(trainer)]
-    assert lags == [0, *[1] * 13]
-
-
 @pytest.mark.parametrize(
     ("changes", "versions"),
     [

@@ -21,11 +21,9 @@ FOLDER = Path(os.environ.get(FOLDER_VARIABLE) or TESTS.parent / ".peft-versions"
 # The tested versions, except the one under all other tests, and all other versions unpacked there.
 VERSIONS = sorted({*PEFT.run, *(path.name for path in FOLDER.glob("[0-9]*"))} - {version("peft")}, key=Version)
 # Everything that imports PEFT; they compare with what that PEFT computes itself.
-CORE = ("canonical", "export", "flat", "initial", "reader", "saved", "support")
-# Which take long and do not depend on PEFT: adapters that are made without it, a hundred of them; sums of tensors; and
-# an interrupt at each point.
+CORE = ("export", "initial", "reader", "saved", "support")
+# Which take long and do not depend on PEFT: sums of tensors, and an interrupt at each point.
 LEFT_OUT = (
-    "test_adapter_flat.py::test_any_names_shapes_and_scalings_are_exported_alike",
     "test_scoring.py::test_an_interrupt_at_any_point_leaves_the_model_computing_as_before",
     "test_scoring.py::test_every_sign_shows_in_the_fingerprint",
     "test_scoring.py::test_large_and_empty_tensors_have_fingerprints",
