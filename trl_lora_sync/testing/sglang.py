@@ -23,6 +23,7 @@ import uuid
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -342,7 +343,7 @@ class FakeSGLang:
     def _is_allowed(self, path: str, token: str | None) -> bool:
         """utils/auth.py `decide_request_auth` (all)."""
         args = self.args
-        if path.startswith("/health"):
+        if path.startswith(("/health", "/ready", "/metrics")):
             return True
         is_admin = path in _ADMIN_ROUTES or (path == "/load_lora_adapter_from_tensors" and args.at_least("0.5.22"))
         wanted = (args.admin_api_key or args.api_key) if is_admin else args.api_key
@@ -472,56 +473,48 @@ class FakeSGLang:
 
     def _unload_route(self, body: Any, query: Any, connection: socket.socket) -> tuple[int, Any]:
         (name,) = _fields(body, "lora_name")
-
-        def unload() -> dict[str, Any]:
-            with self._updating():
-                return self._unload(name)
-
-        return self._update_answer(unload)
+        return self._update_answer(lambda: self._unload(name))
 
     def _update_answer(self, act: Callable[[], dict[str, Any]]) -> tuple[int, Any]:
-        """Only ValueError is turned into a 400; AssertionError and others are a plain 500 (all)."""
+        """Only ValueError is turned into a 400; AssertionError and others are a plain 500 (all).
+
+        `lora_update_lock` is held for the whole load or unload, without a timeout, even if no client waits for it.
+        """
         try:
             if not self.args.enable_lora:
                 raise ValueError("LoRA is not enabled. Please set `--enable-lora` to enable LoRA.")
             # "dp_size must be 1 for dynamic lora loading" up to 0.5.16, other words later, the same 500
             assert self.args.dp_size == 1
-            result = act()
+            while not self._update_lock.acquire(timeout=_POLL_S):
+                self._check_alive()
+            try:
+                result = act()
+            finally:
+                self._update_lock.release()
         except ValueError as error:
             result = {"success": False, "error_message": str(error), "loaded_adapters": None}
         return (200 if result["success"] else 400), {"rid": None, "http_worker_ipc": None, **result}
 
-    @contextlib.contextmanager
-    def _updating(self) -> Iterator[None]:
-        """`lora_update_lock`: held for the whole load or unload, without a timeout, even if no client waits for it."""
-        while not self._update_lock.acquire(timeout=_POLL_S):
-            self._check_alive()
-        try:
-            yield
-        finally:
-            self._update_lock.release()
-
     def _load(self, ref: LoRARef, act: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        with self._updating():
-            if ref.name in self._pending_unloads:
-                raise ValueError(
-                    f"LoRA adapter '{ref.name}' has an incomplete unload. Retry the unload before loading it again."
-                )
-            with self._cond:
-                self._check_alive()
-                # Under the lock with the registry, so that no request finds an adapter in one of them only.
-                result = act()
-                self.peak_host_adapters = max(self.peak_host_adapters, len(self.scheduler.loras))
-                if result["success"]:
-                    self._registry[ref.name] = self._ref_cache[ref.name] = ref
-                    self._counters[ref.lora_id] = 0
-            # Also after a failed load; through the unload that waits.
-            limit = self.args.max_loaded_loras
-            while limit is not None and len(self._registry) > limit:
-                oldest = next(iter(self._registry))
-                self._unload(oldest)
-                del result["loaded_adapters"][oldest]
-            return result
+        if ref.name in self._pending_unloads:
+            raise ValueError(
+                f"LoRA adapter '{ref.name}' has an incomplete unload. Retry the unload before loading it again."
+            )
+        with self._cond:
+            self._check_alive()
+            # Under the lock with the registry, so that no request finds an adapter in one of them only.
+            result = act()
+            self.peak_host_adapters = max(self.peak_host_adapters, len(self.scheduler.loras))
+            if result["success"]:
+                self._registry[ref.name] = self._ref_cache[ref.name] = ref
+                self._counters[ref.lora_id] = 0
+        # Also after a failed load; through the unload that waits.
+        limit = self.args.max_loaded_loras
+        while limit is not None and len(self._registry) > limit:
+            oldest = next(iter(self._registry))
+            self._unload(oldest)
+            del result["loaded_adapters"][oldest]
+        return result
 
     def _unload(self, name: str) -> dict[str, Any]:
         """Unregister, wait until the counter is exactly 0, then remove it from the scheduler."""
@@ -592,11 +585,7 @@ class FakeSGLang:
                 )
             # An unloaded name is loaded again from its old path, and the client is not informed.
             ref = LoRARef(name=old.name, path=old.path, pinned=old.pinned)
-
-            def load(ref: LoRARef = ref) -> dict[str, Any]:
-                return self._load(ref, lambda: self.scheduler.load(ref))
-
-            _, result = self._update_answer(load)
+            _, result = self._update_answer(partial(self._load, ref, partial(self.scheduler.load, ref)))
             if not result["success"] and "already loaded" not in result["error_message"]:
                 raise _ClientError(f"Failed to implicitly load LoRA adapter {name}: {result['error_message']}")
         with self._cond:
@@ -621,20 +610,21 @@ class FakeSGLang:
             params = [sampling_params(preferred | given, self.args) for given in job.params]
             for prompt, given in zip(prompts, params, strict=True):
                 self._validate(prompt, given)
-        except ValueError as error:
-            self._after_early_failure(job)
+            with self._cond:
+                known = {run.rid for run in self._running}
+                if (taken := next((rid for rid in job.rids if rid in known), None)) is not None:
+                    raise ValueError(f"Duplicate request ID detected: {taken}")
+                is_queued = self._holding == "queued"
+                runs = [_Running(*one, is_queued=is_queued) for one in zip(job.rids, job.lora_names, strict=True)]
+                self._running += runs
+        except (TypeError, ValueError) as error:
+            # Up to 0.5.21, a request that is refused after it acquired its adapter keeps the reference for ever.
+            if self.args.at_least("0.5.22"):  # `_release_req_states_on_failure`
+                for lora_id in job.lora_ids:
+                    self._release_reference(lora_id)
+            if isinstance(error, TypeError):  # not converted: HTTP 500
+                raise
             raise _ClientError(str(error)) from error
-        except TypeError:  # not converted: HTTP 500
-            self._after_early_failure(job)
-            raise
-        with self._cond:
-            known = {run.rid for run in self._running}
-            if (taken := next((rid for rid in job.rids if rid in known), None)) is not None:
-                self._after_early_failure(job)
-                raise _ClientError(f"Duplicate request ID detected: {taken}")
-            is_queued = self._holding == "queued"
-            runs = [_Running(*one, is_queued=is_queued) for one in zip(job.rids, job.lora_names, strict=True)]
-            self._running += runs
         if job.n > 1:
             self._warm_up_prefixes(job)
         outputs: list[dict[str, Any]] = []
@@ -664,12 +654,6 @@ class FakeSGLang:
         if run.is_queued:
             return self.args.at_least("0.5.22")
         return not self.args.at_least("0.5.15") or self.args.at_least("0.5.20")
-
-    def _after_early_failure(self, job: "_Job") -> None:
-        """A request that is refused after it acquired its adapter keeps the reference for ever up to 0.5.21."""
-        if self.args.at_least("0.5.22"):  # `_release_req_states_on_failure`
-            for lora_id in job.lora_ids:
-                self._release_reference(lora_id)
 
     def _warm_up_prefixes(self, job: "_Job") -> None:
         """n > 1: one prefill per prompt, whose end releases a reference that was never acquired (up to 0.5.21)."""
