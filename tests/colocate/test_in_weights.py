@@ -102,6 +102,17 @@ def test_adapter_that_has_changed_is_loaded_before_anything_is_sampled(trainer: 
     assert samples_policy(trainer)
 
 
+def test_versions_follow_one_that_was_loaded_in_inference_mode(trainer: Any) -> None:
+    """The next sync raised an error of torch, as it writes to memory of the first one."""
+    trainer.vllm_generation.close()
+    with torch.inference_mode():
+        rows = answered(trainer.vllm_generation.llm, ASKED)
+    assert is_exact(trainer.model, rows)
+    for _ in range(3):
+        change(trainer)
+        assert samples_policy(trainer)
+
+
 def test_flag_for_transposed_weights_changes_nothing_on_linear_layers(
     trainer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -251,6 +251,10 @@ class ColocateGeneration(AdapterGeneration):
             )
         return found
 
+    # A sync keeps memory for the next ones, and torch refuses to write to what was made in inference mode, as of a
+    # rollout function, once that is off. Leaving the mode turns gradients on.
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def sync_weights(self) -> None:
         """**Collective.** Make the current adapter the active version; on an error the previous one stays active.
 
