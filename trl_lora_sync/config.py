@@ -322,7 +322,10 @@ def check_sync_fields(args: Any) -> None:
         _check_async(args)
     elif args.lora_sync_overlap:
         _check_overlap(args)
-    _check_generation_kwargs(getattr(args, "generation_kwargs", None))
+    generation_kwargs = getattr(args, "generation_kwargs", None)
+    _check_generation_kwargs(generation_kwargs)
+    if args.vllm_mode == "colocate" and generation_kwargs:
+        _check_seed(generation_kwargs, getattr(args, "num_generations", None) or 1)
     # Not in colocate mode, where a teacher may run at the default URL of a server that is not used.
     if args.vllm_mode == "server":
         _check_server(args)
@@ -598,6 +601,18 @@ def _check_generation_kwargs(generation_kwargs: Any) -> None:
             f"generation_kwargs with {', '.join(map(repr, reserved))}",
             "these fields choose the policy and the shape of the answer, and are set for every request",
             "Remove them",
+        )
+
+
+def _check_seed(generation_kwargs: Mapping[str, Any], num_generations: int) -> None:
+    """Refuse a seed in colocate mode, where TRL requests each completion of a group by itself (1.11 to 1.16)."""
+    seed = generation_kwargs.get("seed")
+    # vLLM takes -1 for none.
+    if seed not in (None, -1) and num_generations > 1:
+        raise UnsupportedSettingError(
+            "generation_kwargs with 'seed' cannot be used with vllm_mode=\"colocate\": TRL sends a request for each of "
+            f"the {num_generations} completions of a prompt, and with one seed all of them would be the same, so their "
+            "advantages would be zero and nothing would be learned. Remove it."
         )
 
 

@@ -101,6 +101,16 @@ def test_sleep_of_a_server_is_refused_with_the_setting_that_is_meant(make: Calla
     make(vllm_enable_sleep_mode=True)
 
 
+def test_seed_of_requests_with_which_all_completions_of_a_group_are_the_same_is_refused(
+    make: Callable[..., GRPOConfig],
+) -> None:
+    """TRL sends a request for each completion, with the same seed. No reward differed, so the gradients were zero."""
+    with pytest.raises(UnsupportedSettingError, match=r"'seed' .*each of the 8 completions .*Remove it"):
+        make(generation_kwargs={"seed": 1, "min_tokens": 2})
+    make(generation_kwargs={"seed": None, "min_tokens": 2})
+    make(generation_kwargs={"seed": 1}, vllm_mode="server")
+
+
 # The installed vLLM
 
 
