@@ -24,7 +24,7 @@ from support.colocate import (
     samples_policy,
 )
 from support.interrupts import Interrupts
-from support.models import base_weights, randomize_adapter, same_tensors
+from support.models import base_weights, lora, randomize_adapter, same_tensors
 from support.policies import distance, token_ids
 from transformers import AutoModelForCausalLM
 
@@ -335,6 +335,37 @@ def test_weights_that_do_not_start_from_the_checkpoint_are_refused(
     monkeypatch.setattr(in_weights.placing, "base_weights", reduced)
     with pytest.raises(VerificationError, match="computes something else with trial"):
         colocate_trainer(base_model, tmp_path, lora_sync_serving="fused")
+
+
+@pytest.mark.parametrize("way", [*WAYS, "runtime"])
+@pytest.mark.parametrize("changed", ["mlp.down_proj", "norm"])
+def test_a_base_that_differs_from_the_checkpoint_beside_the_adapter_is_refused(
+    way: str, changed: str, base_model: Path, tmp_path: Path
+) -> None:
+    """Completions came from the checkpoint's layers, and every check passed."""
+    if "shared" in way and changed != "norm":
+        pytest.skip("all bits of matrices are compared where these are shared")
+    model = AutoModelForCausalLM.from_pretrained(base_model, dtype=torch.float32)
+    for name, value in model.named_parameters():
+        if changed in name:
+            value.data *= 1 + 0.02 * torch.randn(value.shape, generator=torch.Generator().manual_seed(1))
+    with pytest.raises(VerificationError, match=r"base weights differ .* vLLM has loaded the checkpoint"):
+        colocate_trainer(
+            model,
+            tmp_path,
+            trainer_kwargs={"peft_config": lora(target_modules=["q_proj", "v_proj"])},
+            model_init_kwargs=None,
+            **WAYS.get(way, {}),
+        )
+
+
+def test_a_model_with_more_tokens_than_the_checkpoint_is_refused(base_model: Path, tmp_path: Path) -> None:
+    """Log-probabilities were off by what the new tokens take, and vLLM refuses prompts with them."""
+    model = AutoModelForCausalLM.from_pretrained(base_model, dtype=torch.float32)
+    tokens = model.config.vocab_size
+    model.resize_token_embeddings(tokens + 12)
+    with pytest.raises(VerificationError, match=rf"has {tokens + 12} tokens, and vLLM's {tokens}, .*resize_token_emb"):
+        colocate_trainer(model, tmp_path, model_init_kwargs=None)
 
 
 # What cannot be shared

@@ -20,6 +20,7 @@ from contract.served import sampling, soon
 from hypothesis import given
 from hypothesis import strategies as st
 from make_model import make_model
+from peft import get_peft_model
 from peft.helpers import rescale_adapter_scale
 from peft.tuners.lora import LoraLayer
 from PIL import Image
@@ -32,7 +33,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl.generation.vllm_client import VLLMClient
 
-from trl_lora_sync.adapter.base_drift import BaseDrift
+from trl_lora_sync.adapter.base_drift import BaseDrift, change_from_checkpoint
 from trl_lora_sync.checks.server import is_same_model
 from trl_lora_sync.client import RolloutClient, openai_messages
 from trl_lora_sync.engines.base import PromptGroup
@@ -387,6 +388,21 @@ def test_a_base_that_an_adapter_was_merged_into_is_refused_where_the_checkpoint_
         rounded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).float()
         for base in (merged_model(model, 0.0), merged_model(model, 0.001), rounded):
             grpo_trainer(engine.base_url, base, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "name", ["model.layers.0.mlp.up_proj", "model.layers.1.self_attn.q_proj", "lm_head", "model.norm"]
+)
+def test_any_weight_that_is_not_the_one_of_the_checkpoint_is_noticed(name: str, tmp_path: Path) -> None:
+    """Only the weights below the adapter were compared, as if an earlier stage had trained the same modules."""
+    base = AutoModelForCausalLM.from_pretrained(make_model(tmp_path / "model"), dtype=torch.float32)
+    module = base.get_submodule(name)
+    model = get_peft_model(base, lora(target_modules=["q_proj"], init_lora_weights="pissa"))
+    layers = [one for one in model.modules() if isinstance(one, LoraLayer)]
+    assert "base weights differ" in change_from_checkpoint(model), "the initialisation has changed them"
+    assert change_from_checkpoint(model, layers) == ""
+    module.weight.data *= 1.02
+    assert ("base weights differ" in change_from_checkpoint(model, layers)) == (not name.endswith("q_proj"))
 
 
 @pytest.mark.outside

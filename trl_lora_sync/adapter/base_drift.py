@@ -1,4 +1,4 @@
-"""Whether the base weights below an adapter are the checkpoint's, and still the ones that the run began with.
+"""Whether the base weights are the checkpoint's, and those below an adapter still the ones that the run began with.
 
 Servers keep the checkpoint's base. Code of a user may write to the trainer's: PEFT's merge does, through `data`, which
 no counter of torch shows (2.13). Of each weight one row is compared, as a merge changes all rows.
@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from trl_lora_sync.adapter.checkpoint import weight_files
+from trl_lora_sync.adapter.names import unwrapped_path
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -31,6 +32,8 @@ _ROUNDINGS = 0.5
 _SCALES = 256
 # A row that is farther from the checkpoint's is another one: some models put their weights in another order.
 _OTHER_ROW = 0.5
+# What PEFT puts into the name of a weight that it wraps.
+_WRAPPED = frozenset({"base_layer", "original_module"})
 # The name of a weight from the list of layers on, such as `layers.0.mlp.up_proj.weight`.
 _WITHIN_LAYERS = re.compile(r"\w+\.\d+\..+")
 
@@ -82,30 +85,37 @@ class BaseDrift:
 
 
 @torch.no_grad()
-def change_from_checkpoint(model: "PeftModel", layers: Collection[Any]) -> str:
-    """How the base of PEFT's `layers` differs from the checkpoint that was loaded, and what to do.
+def change_from_checkpoint(model: "PeftModel", changed_layers: Collection[Any] = ()) -> str:
+    """How the base of a model differs from the checkpoint that was loaded, and what to do.
 
-    The layer that is farthest counts. Empty where rounding leaves as much, and where there is nothing to compare: the
-    checkpoint is not on this host as safetensors, or has other names within its layers, or weights are quantised or
-    sharded.
+    Of each matrix one row is compared, and of norms and biases all. The weight that is farthest counts. Empty where
+    rounding leaves as much, and where there is nothing to compare: the checkpoint is not on this host as safetensors,
+    or has other names within its layers, or weights are quantised or sharded.
+
+    Args:
+        changed_layers: those of PEFT's layers whose base weights are known to be others.
     """
-    wanted, shares = set(layers), dict[str, float]()
+    shares = dict[str, float]()
     found: defaultdict[Path, list[tuple[str, str, Any]]] = defaultdict(list)
     try:
         files = weight_files(model.name_or_path, getattr(model.config, "_commit_hash", None))
         alike = _alike(files)
-        for path, module in model.get_base_model().named_modules():
-            weight = _weight_of(module.get_base_layer()) if module in wanted else None
-            if _is_plain(weight):
-                name = f"{path}.weight"
-                for key in [name] if name in files else alike[_within_layers(name)]:
-                    found[files[key]].append((key, name, weight))
+        left_out = {id(_weight_of(layer.get_base_layer())) for layer in changed_layers}
+        for path, weight in model.get_base_model().named_parameters():
+            if id(weight) in left_out or weight.requires_grad or not _is_plain(weight, least_dim=1):
+                continue
+            name = ".".join(part for part in unwrapped_path(path).split(".") if part not in _WRAPPED)
+            # Vectors of different layers may be near each other, as those of norms are, so their names have to match.
+            for key in [name] if name in files else alike[_within_layers(name)] if weight.dim() > 1 else ():
+                found[files[key]].append((key, name, weight))
         for file, weights in found.items():
             with safe_open(file, framework="pt") as opened:
                 for key, name, weight in weights:
-                    row = opened.get_slice(key)[:1][0]
-                    if row.shape == weight[0].shape:
-                        shares[name] = min(shares.get(name, _OTHER_ROW), _distance(weight[0].cpu(), row))
+                    saved, ours = opened.get_slice(key), weight[0] if weight.dim() > 1 else weight
+                    # Only then it is read: FSDP may have made a vector of a large matrix.
+                    if saved.get_shape()[weight.dim() > 1 :] == list(ours.shape):
+                        row = saved[:1][0] if weight.dim() > 1 else saved[:]
+                        shares[name] = min(shares.get(name, _OTHER_ROW), _distance(ours.cpu(), row))
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         logger.debug("The base weights are not compared with a checkpoint: %s", error)
     farthest = max((share for share in shares.values() if share < _OTHER_ROW), default=0.0)
@@ -160,7 +170,7 @@ def _scales_of(weight: Any) -> Tensor | None:
     return None if scales is None else scales.flatten()[:_SCALES].float()
 
 
-def _is_plain(weight: Any) -> bool:
+def _is_plain(weight: Any, *, least_dim: int = 2) -> bool:
     """Whether a weight is there in full, and not quantised."""
     return (
         isinstance(weight, Tensor)
@@ -168,7 +178,7 @@ def _is_plain(weight: Any) -> bool:
         and (type(weight) is Parameter or type(weight.detach()) is Tensor)
         and weight.is_floating_point()
         and weight.dtype.itemsize > 1  # in 8 bits it goes with scales, and torch (2.13) joins it with no other dtype
-        and weight.dim() > 1
+        and weight.dim() >= least_dim
         and weight.numel() > 0
         and not weight.is_meta
     )

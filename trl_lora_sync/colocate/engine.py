@@ -9,7 +9,8 @@ What is relied on, in a process with `distributed_executor_backend="external_lau
   `.model`, `.lora_manager._adapter_manager`.
 - of the adapter manager: `.modules` (layers by name), `.packed_modules` (the names that one layer joins),
   `.lora_index_to_id`, and of a layer `set_lora(index, lora_a, lora_b)`, `lora_a_stacked`, `lora_b_stacked`.
-- `llm_engine.vllm_config`, and that the tokens are drawn with torch's own generator of the device.
+- `llm_engine.vllm_config` and its `.model_config.get_vocab_size()`, and that the tokens are drawn with torch's own
+  generator of the device.
 - `llm_engine.engine_core._finalizer` (from 0.31 on), of which vLLM calls `detach()`, with
   `.engine_core.model_executor.shutdown()`: see `_EndOfWorkers`.
 - `llm_engine._finalizer`: see `_hold_weakly`.
@@ -490,6 +491,12 @@ def model_dtype(llm: Any) -> torch.dtype:
     """The dtype that vLLM computes in."""
     dtype: torch.dtype = llm.llm_engine.vllm_config.model_config.dtype
     return dtype
+
+
+def vocab_size(llm: Any) -> int:
+    """How many tokens vLLM's model knows."""
+    size: int = llm.llm_engine.vllm_config.model_config.get_vocab_size()
+    return size
 
 
 def lora_request(name: str, adapter_id: int, path: str) -> Any:

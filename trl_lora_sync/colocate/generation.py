@@ -218,6 +218,14 @@ class ColocateGeneration(AdapterGeneration):
                 f"{base.change} vLLM has loaded the checkpoint. If they are meant to differ, set "
                 'lora_sync_verify="off".'
             )
+        served_size = engine.vocab_size(self.llm)
+        if base.vocab_size is not None and base.vocab_size > served_size:
+            raise VerificationError(
+                f"The trainer's model has {base.vocab_size} tokens, and vLLM's {served_size}, as the checkpoint "
+                f"{self.model.name_or_path!r} has. Save the model after resize_token_embeddings(), with "
+                "model.save_pretrained(FOLDER) and tokenizer.save_pretrained(FOLDER), and train the model that is "
+                "loaded from there."
+            )
         self._served_base = engine.prompt_logprobs(self.llm, self.gate, None, PROBE_PROMPT)
         gap = base.gap(self._served_base)
         if gap is None or gap.is_suspicious:
