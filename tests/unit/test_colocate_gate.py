@@ -45,65 +45,59 @@ def gate(calls: list[str]) -> SamplingGate:
 
 def test_request_that_names_no_adapter_is_for_the_policy(gate: SamplingGate) -> None:
     asked = request()
-    with gate.open():
-        gate.check(asked)
+    gate.sample(lambda: gate.check(asked))
     assert asked.lora_request is REQUEST
 
 
 def test_a_call_whose_end_was_interrupted_leaves_no_way_around_the_gate(gate: SamplingGate, calls: list[str]) -> None:
-    """The next calls saw no change of the adapter, and were sampled without the adapter in the weights."""
+    """The next calls saw no change of the adapter, and were sampled without it in the weights, or from another one."""
 
     def sample() -> None:
-        with gate.open():
-            pass
-        with gate.trusted(OTHER), gate.open():
-            pass
+        gate.sample(lambda: None)
+        gate.ask(OTHER, lambda: gate.sample(lambda: None))
 
-    interrupts = Interrupts({"contextlib"})
+    interrupts = Interrupts({"contextlib", "trl_lora_sync.colocate.engine", __name__})
     while not interrupts.is_over:
         interrupts.call(sample)
-        gate.close()
-        gate.activate(POLICY)
         calls.clear()
-        with gate.open():
-            assert calls == ["before", "fold"]
+        asked = request()
+        gate.sample(lambda asked=asked: gate.check(asked))
+        assert calls == ["before", "fold", "unfold"]
+        assert asked.lora_request is REQUEST
     assert len(interrupts.kept) > 10
 
 
 def test_request_that_names_the_active_version_is_for_the_policy(gate: SamplingGate) -> None:
     asked = request(SimpleNamespace(lora_name="version-3", lora_int_id=9))
-    with gate.open():
-        gate.check(asked)
+    gate.sample(lambda: gate.check(asked))
     assert asked.lora_request is REQUEST
 
 
 def test_request_for_an_earlier_version_is_refused(gate: SamplingGate) -> None:
-    with gate.open(), pytest.raises(WrongPolicyError, match="'version-2', which is not the active version"):
-        gate.check(request(OTHER_REQUEST))
+    with pytest.raises(WrongPolicyError, match="'version-2', which is not the active version"):
+        gate.sample(lambda: gate.check(request(OTHER_REQUEST)))
 
 
 def test_request_for_an_adapter_is_refused_where_the_policy_is_in_the_weights(gate: SamplingGate) -> None:
     gate.policy = None
-    with gate.open(), pytest.raises(WrongPolicyError, match="'version-2', which is not the active version"):
-        gate.check(request(OTHER_REQUEST))
+    with pytest.raises(WrongPolicyError, match="'version-2', which is not the active version"):
+        gate.sample(lambda: gate.check(request(OTHER_REQUEST)))
 
 
 def test_request_outside_a_call_is_refused(gate: SamplingGate) -> None:
-    with gate.open():
-        pass
+    gate.sample(lambda: None)
     with pytest.raises(WrongPolicyError, match=r"generate\(\) or \.chat\(\)"):
         gate.check(request())
 
 
 def test_request_before_the_first_version_is_refused(gate: SamplingGate) -> None:
     gate.is_ready = False
-    with gate.open(), pytest.raises(WrongPolicyError, match="sampled from the base model"):
-        gate.check(request())
+    with pytest.raises(WrongPolicyError, match="sampled from the base model"):
+        gate.sample(lambda: gate.check(request()))
 
 
 def test_calls_inside_a_call_are_part_of_it(gate: SamplingGate, calls: list[str]) -> None:
-    with gate.open(), gate.open():
-        gate.check(request())
+    gate.sample(lambda: gate.sample(lambda: gate.check(request())))
     assert calls == ["before", "fold", "unfold"]
     with pytest.raises(WrongPolicyError):
         gate.check(request())
@@ -113,8 +107,11 @@ def test_calls_inside_a_call_are_part_of_it(gate: SamplingGate, calls: list[str]
 def test_gate_is_closed_and_the_weights_restored_after_an_error(
     error: type[BaseException], gate: SamplingGate, calls: list[str]
 ) -> None:
-    with pytest.raises(error), gate.open():
+    def fail() -> None:
         raise error
+
+    with pytest.raises(error):
+        gate.sample(fail)
     assert calls == ["before", "fold", "unfold"]
     with pytest.raises(WrongPolicyError):
         gate.check(request())
@@ -126,8 +123,8 @@ def test_gate_stays_closed_if_what_comes_before_fails(calls: list[str]) -> None:
 
     gate = SamplingGate(fail)
     gate.policy, gate.is_ready = POLICY, True
-    with pytest.raises(ValueError, match="the sync failed"), gate.open():
-        pytest.fail("the gate was opened")
+    with pytest.raises(ValueError, match="the sync failed"):
+        gate.sample(lambda: pytest.fail("the gate was opened"))
     with pytest.raises(WrongPolicyError):
         gate.check(request())
 
@@ -137,10 +134,8 @@ def test_requests_of_our_own_go_to_what_they_are_for_and_nothing_comes_before_th
 ) -> None:
     gate.is_ready = False
     asked, base = request(), request()
-    with gate.trusted(OTHER), gate.open():
-        gate.check(asked)
-    with gate.trusted(None), gate.open():
-        gate.check(base)
+    gate.ask(OTHER, lambda: gate.sample(lambda: gate.check(asked)))
+    gate.ask(None, lambda: gate.sample(lambda: gate.check(base)))
     assert asked.lora_request is OTHER_REQUEST
     assert base.lora_request is None
     assert calls == ["fold", "unfold"] * 2, "what has to be in force, and no sync"
@@ -148,11 +143,13 @@ def test_requests_of_our_own_go_to_what_they_are_for_and_nothing_comes_before_th
 
 
 def test_policy_is_the_same_after_requests_of_our_own_have_failed(gate: SamplingGate) -> None:
-    with pytest.raises(ValueError, match="no answer"), gate.trusted(OTHER):
+    def fail() -> None:
         raise ValueError("no answer")
+
+    with pytest.raises(ValueError, match="no answer"):
+        gate.ask(OTHER, fail)
     asked = request()
-    with gate.open():
-        gate.check(asked)
+    gate.sample(lambda: gate.check(asked))
     assert asked.lora_request is REQUEST
 
 
@@ -162,15 +159,13 @@ def test_syncs_within_what_comes_before_a_call_are_not_part_of_it() -> None:
 
     def sync() -> None:
         trial = request()
-        with gate.trusted(OTHER), gate.open():
-            gate.check(trial)
+        gate.ask(OTHER, lambda: gate.sample(lambda: gate.check(trial)))
         gate.policy, gate.is_ready = POLICY, True
         seen.append(trial.lora_request)
 
     gate = SamplingGate(sync)
     asked = request()
-    with gate.open():
-        gate.check(asked)
+    gate.sample(lambda: gate.check(asked))
     assert seen == [OTHER_REQUEST]
     assert asked.lora_request is REQUEST
 

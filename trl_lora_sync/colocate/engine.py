@@ -29,8 +29,9 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from importlib import metadata
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -47,6 +48,7 @@ from trl_lora_sync.errors import (
 )
 from trl_lora_sync.versions import VLLM_COLOCATE
 
+T = TypeVar("T")
 # Both versions that a sync may need are in slots: the active one, and the next, which is checked before it is active.
 SLOTS = 2
 # Without these, a CPU build takes most of the host's memory and binds itself to one core (vLLM 0.31,
@@ -253,24 +255,20 @@ def _llm_class() -> Any:
 
             core.add_request = add_checked_request
 
-        @contextmanager
-        def _lora_sync_sampling(self) -> Iterator[None]:
+        def _lora_sync_sample(self, sample: Callable[[], Any]) -> Any:
+            def call() -> Any:
+                with _aborted_on_error(self), self._lora_sync_draws.same():
+                    return sample()
+
             # First the memory, as the gate may load a version, which vLLM computes with to verify it.
-            with (
-                self._lora_sync_kv_cache.there(),
-                self._lora_sync_gate.open(),
-                _aborted_on_error(self),
-                self._lora_sync_draws.same(),
-            ):
-                yield
+            with self._lora_sync_kv_cache.there():
+                return self._lora_sync_gate.sample(call)
 
         def generate(self, *args: Any, **kwargs: Any) -> Any:
-            with self._lora_sync_sampling():
-                return super().generate(*args, **kwargs)
+            return self._lora_sync_sample(partial(super().generate, *args, **kwargs))
 
         def chat(self, *args: Any, **kwargs: Any) -> Any:
-            with self._lora_sync_sampling():
-                return super().chat(*args, **kwargs)
+            return self._lora_sync_sample(partial(super().chat, *args, **kwargs))
 
         def sleep(self, *args: Any, **kwargs: Any) -> None:
             """Give back the KV cache; the weights stay at every level."""
@@ -356,7 +354,7 @@ class SamplingGate:
         self._before = before
         self._serving = serving
         self._is_open = False
-        self._is_trusted = False
+        self._own: tuple[Policy | None] | None = None  # what a request of our own is for, while there is one
 
     def activate(self, policy: Policy) -> None:
         """Let requests pass for this policy from now on."""
@@ -365,37 +363,44 @@ class SamplingGate:
     def close(self) -> None:
         """Let no request pass until `activate`."""
         self.policy, self.is_ready = None, False
-        # An interrupt may have come between the end of a call and of its block, which a traceback then keeps.
-        self._is_open = self._is_trusted = False
 
-    @contextmanager
-    def open(self) -> Iterator[None]:
-        """For one call that samples; calls inside it are part of it."""
+    # No context managers: an interrupt may come where one is entered or left, and the next calls would find the gate
+    # open, or another policy in force. Within a function, Python (3.10 to 3.13) handles no signal between the end of a
+    # call and an assignment that comes next.
+
+    def sample(self, call: Callable[[], T]) -> T:
+        """Return what `call` does, which samples; calls inside it are part of it."""
         if self._is_open:
-            yield
-            return
+            return call()
         with ExitStack() as stack:
-            if not self._is_trusted:
+            if self._own is None:
                 # First, as it may load another version, and `serving` puts the policy of that moment in force.
                 self._before()
-            if self.is_ready or self._is_trusted:  # else no request passes
-                stack.enter_context(self._serving(self.policy))
-            # Only now: a sync in `_before` verifies by requests of our own, which open and close the gate for
-            # themselves.
-            self._is_open = True
+            if self.is_ready or self._own is not None:  # else no request passes
+                stack.enter_context(self._serving(self._wanted()))
             try:
-                yield
+                # Only now: a sync in `_before` verifies by requests of our own, which open and close the gate for
+                # themselves.
+                self._is_open = True
+                return call()
             finally:
                 self._is_open = False
 
-    @contextmanager
-    def trusted(self, policy: Policy | None) -> Iterator[None]:
-        """For requests of our own, to another policy than the active one, or to the base model with None."""
-        before, self.policy, self._is_trusted = self.policy, policy, True
+    def ask(self, policy: Policy | None, call: Callable[[], T]) -> T:
+        """Return what `call` does, whose requests are our own.
+
+        Args:
+            policy: another one than the active one, or None for the base model.
+        """
+        before = self._own
         try:
-            yield
+            self._own = (policy,)
+            return call()
         finally:
-            self.policy, self._is_trusted = before, False
+            self._own = before
+
+    def _wanted(self) -> Policy | None:
+        return self.policy if self._own is None else self._own[0]
 
     def check(self, request: Any) -> None:
         """Let a request through as one for the policy.
@@ -408,19 +413,19 @@ class SamplingGate:
                 "A request reached vLLM other than through trainer.vllm_generation.llm.generate() or .chat(), so it is "
                 "not known which policy it is for. Use one of these two."
             )
-        if not (self.is_ready or self._is_trusted):
+        if not self.is_ready and self._own is None:
             raise WrongPolicyError(
                 "A request reached vLLM before the adapter did, so it would be sampled from the base model. Call "
                 "trainer.vllm_generation.sync_weights() on every process first."
             )
-        given = request.lora_request
-        if given is not None and (self.policy is None or given.lora_name != self.policy.name):
+        given, policy = request.lora_request, self._wanted()
+        if given is not None and (policy is None or given.lora_name != policy.name):
             raise WrongPolicyError(
                 f"A request names the adapter {given.lora_name!r}, which is not the active version of the policy that "
                 "is trained. Leave lora_request out: every request is sampled from the active version."
             )
         # Callers leave it out, and vLLM would sample such a request from the base model.
-        request.lora_request = None if self.policy is None else self.policy.request
+        request.lora_request = None if policy is None else policy.request
 
 
 def prompt_logprobs(llm: Any, gate: SamplingGate, policy: Policy | None, prompt_ids: tuple[int, ...]) -> list[float]:
@@ -434,15 +439,11 @@ def prompt_logprobs(llm: Any, gate: SamplingGate, policy: Policy | None, prompt_
     """
     from vllm import SamplingParams
 
-    with gate.trusted(policy):
-        [output] = llm.generate(
-            [{"prompt_token_ids": list(prompt_ids)}],
-            # vLLM takes no less than one token. With `prompt_logprobs` it reads no prefix cache (0.31,
-            # sampling_params.py), so each token is computed with the weights of this moment; 0 is the prompt's own
-            # token alone.
-            sampling_params=SamplingParams(max_tokens=1, temperature=1.0, prompt_logprobs=0),
-            use_tqdm=False,
-        )
+    # vLLM takes no less than one token. With `prompt_logprobs` it reads no prefix cache (0.31, sampling_params.py), so
+    # each token is computed with the weights of this moment; 0 is the prompt's own token alone.
+    params = SamplingParams(max_tokens=1, temperature=1.0, prompt_logprobs=0)
+    prompts = [{"prompt_token_ids": list(prompt_ids)}]
+    [output] = gate.ask(policy, lambda: llm.generate(prompts, sampling_params=params, use_tqdm=False))
     rows = output.prompt_logprobs
     if rows is None or len(rows) != len(prompt_ids):
         raise GenerationError("vLLM returned no log-probabilities of the prompt, so nothing can be verified.")

@@ -284,10 +284,12 @@ class ColocateGeneration(AdapterGeneration):
         # Not before every process has loaded it, see `_prove`.
         evidence = None if trained is None else self._verify(policy, trained, timer)
         # Only now, on all of them: until here, a failure on any process leaves the last version active on each.
+        # An interrupt on the way leaves nothing published, and the next call syncs again.
+        self._published = None
         self.gate.activate(policy)
         self.holder.activate(policy)
-        self.active, self.active_name, self._published = policy, policy.name, current
-        self.layout = adapter.layout
+        self.active, self.active_name, self.layout = policy, policy.name, adapter.layout
+        self._published = current
         # `is_verified`, and whether there is evidence, agree on all processes: all enter the collective, or none.
         self.is_verified = self.is_verified or (evidence is not None and self._prove_all(evidence))
         self.on_sync(self._report(version, adapter, timer, evidence))
@@ -467,7 +469,7 @@ class ColocateGeneration(AdapterGeneration):
         """Withdraw the active version; the next `generate` loads the adapter again. Not collective, never fails."""
         self.active_name, self.active = None, None
         self.gate.close()
-        self._is_alone = False  # as in the gate
+        self._is_alone = False  # an interrupt may have come between the end of `tool_turns` and of its block
         self.holder.release()
         self._received = None
         self.reader.release()

@@ -52,8 +52,10 @@ class AdaptersInWeights(ABC):
             if unknown:
                 raise AdapterRejectedError(f"The trainer's base model has no matrix for {', '.join(unknown[:3])}.")
             device = next(iter(self._parameters.values())).device
-            held = self._held[adapter_id] = replace(adapter, flat=torch.empty_like(adapter.flat, device=device))
+            held = replace(adapter, flat=torch.empty_like(adapter.flat, device=device))
+            # First: after an interrupt in between, both are made again.
             self._matrices[adapter_id] = modules_of(held.tensors)
+            self._held[adapter_id] = held
         # Before the memory changes, so that `check` finds the version that was there gone even if the copy fails.
         self._names[adapter_id] = name
         held.flat.copy_(adapter.flat)
