@@ -1,11 +1,13 @@
 """Training with vLLM in the trainer's process: what is sampled, what is logged, and what stays as it was."""
 
 import json
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 import torch
 from support.colocate import (
@@ -248,6 +250,26 @@ def test_process_ends_quietly_after_end_training(
     finished = run_process(command, tmp_path / "log", timeout_s=120.0, env=LAUNCH_ENV)
     assert finished.code == 0, finished.output
     assert "Traceback" not in finished.output
+
+
+def test_the_revision_that_is_trained_is_the_one_that_is_served(
+    base_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """TRL gives vLLM the name alone, so completions came from the main branch, and every check passed."""
+    downloads = tmp_path / "hub" / "models--org--tiny"
+    (downloads / "refs").mkdir(parents=True)
+    for number, (branch, commit) in enumerate({"main": "0" * 40, "step-10": "1" * 40}.items()):
+        (downloads / "refs" / branch).write_text(commit)
+        shutil.copytree(base_model, downloads / "snapshots" / commit)
+        merged_model(base_model, 0.05 * number).bfloat16().save_pretrained(downloads / "snapshots" / commit)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    trainer = colocate_trainer(
+        "org/tiny", tmp_path, model_init_kwargs={"dtype": "float32", "revision": "step-10"}, max_steps=1
+    )
+    randomize_adapter(trainer.model, seed=8)
+    trainer.model.eval()
+    assert samples_policy(trainer)
+    trainer.vllm_generation.close()
 
 
 def test_a_base_that_an_adapter_was_merged_into_is_refused_where_vllm_has_the_checkpoint(

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -105,6 +106,9 @@ class ColocateGeneration(AdapterGeneration):
         rank = max(linear.out_features for linear in linears[::2]) * (2 if self._initial else 1)
         options = engine.lora_options(rank) if self.settings.serving == "runtime" else {}
         options |= {"dtype": self.settings.dtype} if self.settings.dtype else {}
+        # Of the Hub. TRL gives vLLM the name alone (1.16), which stands for the newest commit of the main branch.
+        if (commit := getattr(self.model.config, "_commit_hash", None)) and not Path(self.model.name_or_path).is_dir():
+            options["revision"] = commit
         with _trl.engine_class(lambda **given: engine.build(options, self.gate, **given)):
             super()._init_vllm()
         base_note = self._share_base(reason)
