@@ -327,6 +327,23 @@ def test_error_between_two_steps_leaves_no_request_behind(
     assert samples_policy(trainer)
 
 
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_error_between_computing_and_drawing_leaves_an_engine_that_goes_on(
+    error: type[BaseException], trainer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each call after it, and each training, ended in "State error: sample_tokens() must be called"."""
+    llm = trainer.vllm_generation.llm
+
+    def interrupted(*args: Any, **kwargs: Any) -> Any:
+        raise error("now")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.llm_engine.model_executor, "sample_tokens", interrupted)
+        with pytest.raises(error, match="now"):
+            answered(llm, ASKED)
+    assert samples_policy(trainer)
+
+
 def test_prompt_that_was_not_computed_because_of_an_error_is_not_taken_from_the_cache(
     trainer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

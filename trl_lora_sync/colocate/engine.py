@@ -6,7 +6,7 @@ What is relied on, in a process with `distributed_executor_backend="external_lau
 - `LLM.llm_engine.engine_core.add_request(request)`: each request of each method passes here, with a `lora_request`.
 - `llm_engine.add_lora(request)`, `.remove_lora(id)`, `.abort_request(ids)`, `.output_processor.request_states`.
 - `llm_engine.model_executor.driver_worker` (a wrapper with `.worker` in some versions) and its `.model_runner`:
-  `.model`, `.lora_manager._adapter_manager`.
+  `.model`, `.lora_manager._adapter_manager`, `.execute_model_state`.
 - of the adapter manager: `.modules` (layers by name), `.packed_modules` (the names that one layer joins),
   `.lora_index_to_id`, and of a layer `set_lora(index, lora_a, lora_b)`, `lora_a_stacked`, `lora_b_stacked`.
 - `llm_engine.vllm_config` and its `.model_config.get_vocab_size()`, and that the tokens are drawn with torch's own
@@ -295,6 +295,9 @@ def _aborted_on_error(llm: Any) -> Iterator[None]:
     except BaseException:
         engine = llm.llm_engine
         engine.abort_request(list(engine.output_processor.request_states), internal=True)
+        # Of a step whose tokens were not drawn. vLLM would wait for that, and refuse every step to come (0.31,
+        # v1/worker/gpu_model_runner.py `execute_model`).
+        model_runner(llm).execute_model_state = None
         engine.reset_prefix_cache()
         raise
 
