@@ -4,6 +4,7 @@ The tests share one trainer. Each begins with its own adapter.
 """
 
 import itertools
+import operator
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -341,6 +342,30 @@ def test_error_between_computing_and_drawing_leaves_an_engine_that_goes_on(
         patch.setattr(llm.llm_engine.model_executor, "sample_tokens", interrupted)
         with pytest.raises(error, match="now"):
             answered(llm, ASKED)
+    assert samples_policy(trainer)
+
+
+@pytest.mark.parametrize("of", ["llm_engine.abort_request", "llm_engine.engine_core.abort_requests"])
+def test_two_interrupts_in_a_row_leave_no_request_behind(
+    of: str, trainer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next call got the answers of both calls, and gave the first ones out as its own."""
+    llm = trainer.vllm_generation.llm
+    owner, _, name = of.rpartition(".")
+
+    def interrupted(*args: Any, **kwargs: Any) -> Any:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.model_runner(llm), "execute_model", interrupted)
+        patch.setattr(operator.attrgetter(owner)(llm), name, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            answered(llm, ASKED)
+    change(trainer)
+    other = [token_ids(11), token_ids(12)]
+    rows = answered(llm, other)
+    assert [row[0] for row in rows] == other
+    assert is_exact(trainer.model, rows)
     assert samples_policy(trainer)
 
 

@@ -15,6 +15,8 @@ What is relied on, in a process with `distributed_executor_backend="external_lau
   `.engine_core.model_executor.shutdown()`: see `_EndOfWorkers`.
 - `llm_engine._finalizer`: see `_hold_weakly`.
 - the dictionaries that end with `_PTR_DICT` in the modules of `vllm.lora.ops.triton_ops`: see `_forget_slots`.
+- after an interrupt: `llm_engine.has_unfinished_requests()`, `llm_engine.engine_core.abort_requests(ids)`, and of
+  `llm_engine.engine_core.engine_core.scheduler` `.has_unfinished_requests()` and `.requests`, by their ids.
 - for `vllm_enable_sleep_mode`: see `KVCacheMemory`; from 0.31 on `llm_engine.sleep(level=0)`, `.wake_up(tags)`,
   `.step()`, `.release_kv_cache_memory()`, and of `llm_engine.engine_core.engine_core` `.scheduler.has_requests()` and
   `.batch_queue`.
@@ -260,6 +262,9 @@ def _llm_class() -> Any:
                 with _aborted_on_error(self), self._lora_sync_draws.same():
                     return sample()
 
+            # Left by a second interrupt, while the requests of the first one were aborted.
+            if not self._lora_sync_gate.is_open and _has_requests(self):
+                _abort_all(self)
             # First the memory, as the gate may load a version, which vLLM computes with to verify it.
             with self._lora_sync_kv_cache.there():
                 return self._lora_sync_gate.sample(call)
@@ -284,22 +289,38 @@ def _llm_class() -> Any:
 
 @contextmanager
 def _aborted_on_error(llm: Any) -> Iterator[None]:
-    """Leave no request behind an interrupt or error, whose answer would come with the next call.
-
-    The prefix cache goes as well: vLLM enters a prompt there before it computes it (0.31).
-    """
+    """Leave no request behind an interrupt or error, whose answer would come with the next call."""
     try:
         yield
     # An interrupt as well: vLLM itself aborts requests only after an `Exception` while it adds them (0.31,
     # entrypoints/offline_utils.py).
     except BaseException:
-        engine = llm.llm_engine
-        engine.abort_request(list(engine.output_processor.request_states), internal=True)
-        # Of a step whose tokens were not drawn. vLLM would wait for that, and refuse every step to come (0.31,
-        # v1/worker/gpu_model_runner.py `execute_model`).
-        model_runner(llm).execute_model_state = None
-        engine.reset_prefix_cache()
+        _abort_all(llm)
         raise
+
+
+def _abort_all(llm: Any) -> None:
+    """Make vLLM forget all requests.
+
+    The prefix cache goes as well: vLLM enters a prompt there before it computes it (0.31).
+    """
+    engine = llm.llm_engine
+    engine.abort_request(list(engine.output_processor.request_states), internal=True)
+    # Those of which an interrupt has let only the line above forget.
+    engine.engine_core.abort_requests(list(_scheduler(llm).requests))
+    # Of a step whose tokens were not drawn. vLLM would wait for that, and refuse every step to come (0.31,
+    # v1/worker/gpu_model_runner.py `execute_model`).
+    model_runner(llm).execute_model_state = None
+    engine.reset_prefix_cache()
+
+
+def _has_requests(llm: Any) -> bool:
+    """Whether some part of vLLM knows a request that has not ended."""
+    return bool(llm.llm_engine.has_unfinished_requests() or _scheduler(llm).has_unfinished_requests())
+
+
+def _scheduler(llm: Any) -> Any:
+    return llm.llm_engine.engine_core.engine_core.scheduler
 
 
 class RandomDraws:
@@ -345,6 +366,11 @@ class SamplingGate:
         before: called before each call that samples, at the outermost level.
         serving: what must be in force while a policy, or the base model for None, is sampled from, such as weights with
             the adapter in them.
+
+    Attributes:
+        policy: what requests are for, but for our own.
+        is_ready: whether there is one.
+        is_open: whether a call that samples runs at the moment.
     """
 
     def __init__(
@@ -356,7 +382,7 @@ class SamplingGate:
         self.is_ready = False
         self._before = before
         self._serving = serving
-        self._is_open = False
+        self.is_open = False
         self._own: tuple[Policy | None] | None = None  # what a request of our own is for, while there is one
 
     def activate(self, policy: Policy) -> None:
@@ -373,7 +399,7 @@ class SamplingGate:
 
     def sample(self, call: Callable[[], T]) -> T:
         """Return what `call` does, which samples; calls inside it are part of it."""
-        if self._is_open:
+        if self.is_open:
             return call()
         with ExitStack() as stack:
             if self._own is None:
@@ -384,10 +410,10 @@ class SamplingGate:
             try:
                 # Only now: a sync in `_before` verifies by requests of our own, which open and close the gate for
                 # themselves.
-                self._is_open = True
+                self.is_open = True
                 return call()
             finally:
-                self._is_open = False
+                self.is_open = False
 
     def ask(self, policy: Policy | None, call: Callable[[], T]) -> T:
         """Return what `call` does, whose requests are our own.
@@ -411,7 +437,7 @@ class SamplingGate:
         Raises:
             WrongPolicyError: it would be sampled from another one.
         """
-        if not self._is_open:
+        if not self.is_open:
             raise WrongPolicyError(
                 "A request reached vLLM other than through trainer.vllm_generation.llm.generate() or .chat(), so it is "
                 "not known which policy it is for. Use one of these two."
