@@ -94,6 +94,8 @@ def test_every_sampling_field_is_sent_even_at_the_engines_default() -> None:
         "top_k": 0,
         "min_p": 0.0,
         "repetition_penalty": 1.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
         "max_tokens": 16,
         "logprobs": None,
     }

@@ -51,6 +51,10 @@ def sampling_fields(sampling: Sampling, count: int) -> dict[str, Any]:
         "top_k": sampling.top_k,
         "min_p": sampling.min_p,
         "repetition_penalty": sampling.repetition_penalty,
+        # TRL has no fields for these two. Left out, the server takes them from the model's generation_config.json
+        # (`get_diff_sampling_param` in vllm/config/model.py, 0.31), and samples from another policy than the trainer's.
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
         "max_tokens": sampling.max_tokens,
         "logprobs": sampling.logprobs,
     }
