@@ -206,7 +206,7 @@ class LoRASyncGeneration(AdapterGeneration):
         Args:
             prompts: token ids, one list per row of this process.
             images: PIL images per row, or None; None for no images at all.
-            num_generations: how often TRL repeats each prompt; not needed, as repeated rows are found by themselves.
+            num_generations: how often TRL repeats each prompt; no more rows than that are sampled together.
             profiler: context manager that times the request on process 0.
 
         Returns:
@@ -221,7 +221,9 @@ class LoRASyncGeneration(AdapterGeneration):
             # Images go along even if None, because other processes may have some. Shares may differ in length.
             following = self._batch.following if self._batch else None
             batches = gather_object([(prompts, images or [None] * len(prompts), following)])
-            completions, figures = run_on_main(self.accelerator, lambda: self._sample(batches, profiler))
+            completions, figures = run_on_main(
+                self.accelerator, lambda: self._sample(batches, num_generations, profiler)
+            )
         self._generate_s = (self._generate_s or 0.0) + timer.total_s()
         if self._batch:
             self._batch.figures = figures
@@ -345,17 +347,19 @@ class LoRASyncGeneration(AdapterGeneration):
             self._sync.sleep()
 
     def _sample(
-        self, batches: list[tuple[list[list[int]], list[Any], list[list[int]] | None]], profiler: Any
+        self, batches: list[tuple[list[list[int]], list[Any], list[list[int]] | None]], most: int, profiler: Any
     ) -> tuple[list[Completion], BatchFigures | None]:
         assert self.overlap is not None
         assert self.active_name is not None
         groups = group_rows(
             [row for rows, *_ in batches for row in rows],
             [image for _, images, _ in batches for image in images],
+            most,
         )
         with profiler or nullcontext():
             if self._batch is not None:
-                answers = self.overlap.sample(groups, self._sampling(), _following_groups([one[2] for one in batches]))
+                following = _following_groups([one[2] for one in batches], most)
+                answers = self.overlap.sample(groups, self._sampling(), following)
             else:
                 deadline = self.sync.generation_deadline()
                 answers = self.sync.generate(self.active_name, groups, self._sampling(), deadline)
@@ -388,23 +392,31 @@ class LoRASyncGeneration(AdapterGeneration):
         self.reader.release()
 
 
-def _following_groups(batches: list[list[list[int]] | None]) -> list[PromptGroup] | None:
+def _following_groups(batches: list[list[list[int]] | None], most: int) -> list[PromptGroup] | None:
     """The batch to sample ahead, of the prompts of all processes; None if one of them does not know its own."""
     rows: list[list[int]] = []
     for following in batches:
         if following is None:
             return None
         rows += following
-    return group_rows(rows, [None] * len(rows))
+    return group_rows(rows, [None] * len(rows), most)
 
 
-def group_rows(rows: list[list[int]], images: list[Any]) -> list[PromptGroup]:
+def group_rows(rows: list[list[int]], images: list[Any], most: int) -> list[PromptGroup]:
     """Join runs of equal consecutive rows, so that a prompt is sent once and sampled several times.
 
     Only runs are joined, so the completions of all groups, in order, belong to all rows, in order. Sampling a prompt
     n times in one request also keeps a fixed `seed` from giving n equal completions.
+
+    Args:
+        most: how many rows are joined at most, which is TRL's `num_generations`. A dataset may have one prompt in all
+            of its rows, and a single group of them would leave all servers but one without work. And vLLM samples a
+            prompt at temperature 0 once only.
     """
-    runs = groupby(zip(rows, images, strict=True))
-    return [
-        PromptGroup(prompt=prompt, images=pictures, count=sum(1 for _ in same)) for (prompt, pictures), same in runs
-    ]
+    groups = []
+    for (prompt, pictures), same in groupby(zip(rows, images, strict=True)):
+        left = sum(1 for _ in same)
+        while left:
+            groups.append(PromptGroup(prompt=prompt, images=pictures, count=min(most, left)))
+            left -= groups[-1].count
+    return groups

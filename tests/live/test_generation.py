@@ -85,6 +85,31 @@ def test_rows_keep_their_order_however_often_prompts_repeat(
     assert len({tuple(ids) for _, ids, _ in rows}) == len(rows)
 
 
+def test_one_prompt_in_all_rows_of_a_dataset_is_sampled_in_groups_as_any_other(
+    make_trainer: Make, proxy: Proxy, base_model: Path
+) -> None:
+    """A single group would go to one of several servers."""
+    trainer = make_trainer(
+        proxy.base_url, base_model, train_dataset=prompts(["hello"] * 8), per_device_train_batch_size=8, max_steps=1
+    )
+
+    trainer.train()
+
+    assert [(request["n"], len(request["prompt"])) for request in proxy.generations()] == [(4, 1)] * 2
+
+
+def test_equal_prompts_are_sampled_at_temperature_0(
+    make_trainer: Make, clean_server: VLLMServer, base_model: Path
+) -> None:
+    """vLLM refuses to sample one prompt twice at that."""
+    trainer = make_trainer(clean_server.base_url, base_model, generation_kwargs={"temperature": 0.0})
+    trainer.vllm_generation.sync_weights()
+
+    first, second = trainer.vllm_generation.generate([token_ids(1)] * 2, None, num_generations=1)[1]
+
+    assert first == second
+
+
 def test_no_rows_at_all_are_no_completions(make_trainer: Make, clean_server: VLLMServer, base_model: Path) -> None:
     trainer = make_trainer(clean_server.base_url, base_model)
     trainer.vllm_generation.sync_weights()

@@ -45,32 +45,33 @@ from trl_lora_sync.testing import ModelPolicy, in_memory_engines
 rows = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=2), max_size=30)
 
 
-@given(rows)
-def test_groups_in_order_are_the_rows_in_order(prompts: list[list[int]]) -> None:
-    groups = group_rows(prompts, [None] * len(prompts))
+@given(rows, st.integers(1, 4))
+def test_groups_in_order_are_the_rows_in_order(prompts: list[list[int]], most: int) -> None:
+    groups = group_rows(prompts, [None] * len(prompts), most)
     assert [group.prompt for group in groups for _ in range(group.count)] == prompts
 
 
-@given(rows)
-def test_neighbouring_groups_differ_so_that_no_run_is_split(prompts: list[list[int]]) -> None:
-    groups = group_rows(prompts, [None] * len(prompts))
-    assert all(left.prompt != right.prompt for left, right in pairwise(groups))
+@given(rows, st.integers(1, 4))
+def test_a_run_of_equal_prompts_is_split_at_the_number_of_generations_only(prompts: list[list[int]], most: int) -> None:
+    groups = group_rows(prompts, [None] * len(prompts), most)
+    assert all(group.count <= most for group in groups)
+    assert all(left.prompt != right.prompt or left.count == most for left, right in pairwise(groups))
 
 
 def test_repeated_prompt_is_sampled_several_times_in_one_request() -> None:
-    groups = group_rows([[1], [1], [1], [2], [2], [1]], [None] * 6)
+    groups = group_rows([[1], [1], [1], [2], [2], [1]], [None] * 6, 4)
     assert [(group.prompt, group.count) for group in groups] == [([1], 3), ([2], 2), ([1], 1)]
 
 
 def test_equal_prompts_with_different_images_stay_apart() -> None:
     red, blue = (Image.new("RGB", (2, 2), color) for color in ("red", "blue"))
-    groups = group_rows([[1]] * 5, [[red], [red.copy()], [blue], None, None])
+    groups = group_rows([[1]] * 5, [[red], [red.copy()], [blue], None, None], 2)
     assert [(group.count, group.images is None) for group in groups] == [(2, False), (1, False), (2, True)]
 
 
 def test_rows_and_images_of_different_lengths_are_an_error() -> None:
     with pytest.raises(ValueError, match="shorter"):
-        group_rows([[1], [2]], [None])
+        group_rows([[1], [2]], [None], 1)
 
 
 # Which base model
