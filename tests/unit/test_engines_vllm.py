@@ -251,7 +251,11 @@ def test_refusal_of_a_load_says_whether_its_engine_may_have_crashed(
     assert caught.value.may_be_crash == may_be_crash
 
 
-SCHEMAS = {"CompletionRequest": {"properties": {"seed": {}}}, "SamplingParams": {"properties": {"extra_args": {}}}}
+SCHEMAS = {
+    "CompletionRequest": {"properties": {"seed": {}}},
+    "ChatCompletionRequest": {"properties": {"min_token": {}}},  # no prompt of a trainer is sent as a chat
+    "SamplingParams": {"properties": {"extra_args": {}}},
+}
 
 
 @pytest.mark.parametrize(

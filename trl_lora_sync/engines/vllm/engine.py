@@ -672,8 +672,8 @@ def adapters_in(response: httpx.Response) -> dict[str, str] | None:
 def fields_in(described: dict[str, Any]) -> set[str]:
     """The sampling fields in an answer to /openapi.json; none if it describes no completions."""
     schemas = (described.get("components") or {}).get("schemas") or {}
-    # Of all routes that are used here. The last one is that of prompts with images.
-    found = [schemas.get(name) or {} for name in ("CompletionRequest", "ChatCompletionRequest", "SamplingParams")]
+    # Of the routes that `generation_kwargs` are sent to. The last one is that of prompts with images.
+    found = [schemas.get(name) or {} for name in ("CompletionRequest", "SamplingParams")]
     return {name for schema in found for name in schema.get("properties") or {}} if found[0] else set()
 
 
