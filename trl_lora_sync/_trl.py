@@ -15,6 +15,7 @@ Read on TRL 1.11 to 1.16; the tests run on each. What we rely on:
 - `_tool_call_loop(...)` of the trainers that have tools, which samples on some processes only, and syncs on none.
 - what `VLLMGeneration.__init__` stores under the names of its parameters, and that it calls `_init_vllm()` afterwards.
 - `vllm_generation`, `_metrics` and one of `LAST_SYNC_FIELDS` of a trainer, which exist on instances only.
+- `_step`, or `_buffer_step`, and `_buffered_inputs` of a trainer that trains on one batch of samples in several steps.
 - with `lora_sync_overlap`: `Trainer.get_batch_samples(epoch_iterator, num_batches, device)` of Transformers, and of a
   trainer `_prepare_inputs(batch)`, which samples when `_step` is a multiple of `args.steps_per_generation *
   num_iterations` or `_buffered_inputs` is None, `_tokenize_prompts(prompts)` and the key "importance_sampling_ratio" of
@@ -225,6 +226,17 @@ def forget_last_sync(trainer: Any) -> None:
     for name in LAST_SYNC_FIELDS:
         if hasattr(trainer, name):
             setattr(trainer, name, _NEVER_SYNCED)
+
+
+def forget_batch(trainer: Any) -> None:
+    """Make the trainer sample before it trains, also if an earlier training ended in the middle of a batch."""
+    # GOLD and IW-OPD count in the second of these, and the others in the first (1.16).
+    for name in ("_step", "_buffer_step"):
+        if hasattr(trainer, name):
+            setattr(trainer, name, 0)
+    # The asynchronous trainer has none (1.16).
+    if hasattr(trainer, "_buffered_inputs"):
+        trainer._buffered_inputs = None
 
 
 def batches_until_generation(trainer: Any) -> int:

@@ -164,6 +164,10 @@ class LoRASyncTrainer:
         """TRL's `train`. At its end, also on an error, versions are unloaded and deleted, and the syncs summed up."""
         # A trainer may train several times, and each training has a summary.
         self._totals = None
+        if self._syncs_adapters:
+            # Else TRL (1.16) goes on with the batch that an interrupt or an early end has left, whose samples are of
+            # that training's policy, and from then on it samples in the middle of updates.
+            _trl.forget_batch(self)
         try:
             return super().train(*args, **kwargs)  # type: ignore[misc]
         finally:

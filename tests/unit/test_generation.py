@@ -6,6 +6,7 @@ import shutil
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -28,7 +29,7 @@ from safetensors.torch import load_file
 from support.interrupts import Interrupts
 from support.models import base_weights, lora, merged_model, peft_model, randomize_adapter
 from support.policies import distance, is_policy_of, sample, token_ids
-from support.trainers import grpo_trainer, prompts
+from support.trainers import grpo_trainer, mean_byte, prompts
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl.generation.vllm_client import VLLMClient
@@ -290,6 +291,45 @@ def test_threads_that_sample_a_changed_adapter_share_one_sync(tmp_path: Path) ->
         versions = [name.rpartition("-")[2] for method, name in engine.calls if method == "load"]
         assert [version for version in versions if version[1:].isdigit()] == ["v1", "v2"]
         generation.close()
+
+
+@pytest.mark.outside
+@pytest.mark.parametrize("end", ["an interrupt", "an early end"])
+def test_a_training_after_one_that_ended_within_a_batch_begins_with_samples_of_its_own_policy(
+    end: str, tmp_path: Path
+) -> None:
+    """It went on with the samples of the policy before, also from another checkpoint, and was out of step since."""
+
+    class End(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if end == "an interrupt":
+                raise KeyboardInterrupt
+            control.should_training_stop = True
+
+    sampled_at: list[int] = []
+
+    def reward(completions: list[str], **kwargs: Any) -> list[float]:
+        sampled_at.append(trainer.state.global_step)
+        return mean_byte(completions)
+
+    model = make_model(tmp_path / "tiny")
+    with in_memory_engines(model_path=model) as [engine]:
+        trainer = grpo_trainer(
+            engine.base_url,
+            model,
+            tmp_path,
+            peft_config=lora(target_modules=["q_proj", "v_proj"]),
+            reward_funcs=reward,
+            steps_per_generation=2,
+            trainer_kwargs={"callbacks": [End()]},
+        )
+        with suppress(KeyboardInterrupt):
+            trainer.train()
+        trainer.remove_callback(End)
+
+        trainer.train()
+
+    assert sampled_at == [0, 0, 2]
 
 
 @pytest.mark.outside
