@@ -14,6 +14,7 @@ The trainer's threads call the methods without `async`; what they start runs on 
 
 import asyncio
 import logging
+import os
 import shlex
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -87,6 +88,7 @@ class AdapterSync:
         self._retries_reported = 0
         self._retirement: asyncio.TimerHandle | None = None  # what is to come of the last sync
         self._layout: object = None  # names and shapes of the tensors that servers were verified with
+        self._pid = os.getpid()
 
     @property
     def transport(self) -> DiskTransport:
@@ -98,6 +100,19 @@ class AdapterSync:
     def active(self) -> StoredAdapter | None:
         """The version every new request names, or None before the first sync and after `close`."""
         return self.ledger.active
+
+    def _check_process(self) -> None:
+        """Refuse a forked child: connections, files and versions belong to its parent, which goes on using them."""
+        if self._is_of_parent:
+            raise LoRASyncError(
+                f"The trainer was built in process {self._pid}, and this is process {os.getpid()}, a fork of it. The "
+                "connections to the servers and the adapters there belong to the process that has built the trainer. "
+                "Build it in the process that trains, such as in the function that multiprocessing.Process calls."
+            )
+
+    @property
+    def _is_of_parent(self) -> bool:
+        return os.getpid() != self._pid
 
     # The start
 
@@ -184,7 +199,9 @@ class AdapterSync:
             VerificationError: a server computes something else with it.
             DeadlineExceededError: the sync outlived `sync_timeout_s`.
             ServerUnreachableError: a server did not come back in that time.
+            LoRASyncError: this is a forked child.
         """
+        self._check_process()
         timer = timer or PhaseTimer()
         # Of both attempts and the scores: other processes wait for all of it in one collective (`config`).
         deadline = self._control_deadline("The adapter sync")
@@ -340,12 +357,14 @@ class AdapterSync:
         self, model: str, groups: Sequence[PromptGroup], sampling: Sampling, deadline: Deadline
     ) -> list[list[Completion]]:
         """See `Engine.generate`; on all servers."""
+        self._check_process()
         return run(self.fleet.generate(model, groups, sampling, deadline))
 
     def chat(
         self, bodies: Sequence[dict[str, Any]], count: int, sampling: Sampling, deadline: Deadline
     ) -> list[list[Completion]]:
         """Sample `count` completions for each OpenAI chat request, which name the same model."""
+        self._check_process()
         return run(self.fleet.chat(bodies, count, sampling, deadline))
 
     # Memory between steps
@@ -365,6 +384,7 @@ class AdapterSync:
 
     def wake(self) -> bool:
         """Take the KV cache back. Returns whether the active version can be sampled from; if not, publish it again."""
+        self._check_process()
         return run(self.fleet.wake(self._control_deadline("Restoring the KV cache"))) and self.active is not None
 
     def generation_deadline(self) -> Deadline:
@@ -380,9 +400,10 @@ class AdapterSync:
         """Unload and delete every version; never fails, and may be called again. A later `publish` starts again.
 
         Servers that do not answer hold it up for `Timeouts.close_s` together. What they do not confirm
-        is noted for the sweep of the next run.
+        is noted for the sweep of the next run. A forked child ends nothing, as it all belongs to its parent.
         """
-        run(self._close())
+        if not self._is_of_parent:
+            run(self._close())
 
     async def _close(self) -> None:
         deadline = Deadline.after(self.settings.timeouts.close_s, "The end of the run")

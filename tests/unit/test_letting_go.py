@@ -20,7 +20,7 @@ from support.waiting import happens
 from trl_lora_sync.adapter.store import StoredAdapter
 from trl_lora_sync.engines.base import TIMEOUTS, Deadline, PromptGroup
 from trl_lora_sync.engines.http import NO_KEY, HTTPClient
-from trl_lora_sync.errors import GenerationError
+from trl_lora_sync.errors import GenerationError, LoRASyncError
 from trl_lora_sync.runtime import in_parallel, spawn
 from trl_lora_sync.runtime import run as run_on_loop
 from trl_lora_sync.sync import AdapterSync
@@ -348,6 +348,29 @@ def test_a_load_that_outlives_an_interrupt_and_the_end_of_the_run_leaves_a_recor
 
 
 # The end
+
+
+@pytest.mark.parametrize("act", ["publish", "generate"])
+def test_a_forked_child_is_refused_and_takes_nothing_from_its_parent(act: str, run: StartRun) -> None:
+    """It used its parent's connections, failed with a RuntimeError of asyncio, and unloaded its parent's versions."""
+    training = run()
+    training.publish()
+    before = len(training.fakes[0].requests)
+
+    child = os.fork()
+    if not child:
+        code = 1
+        try:
+            getattr(training, act)()
+        except LoRASyncError as error:
+            code = 0 if "Build it in the process that trains" in str(error) else 2
+        finally:
+            training.sync.close()
+            os._exit(code)
+
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert len(training.fakes[0].requests) == before
+    assert training.is_policy_of(training.generate())
 
 
 def test_servers_that_do_not_answer_hold_up_the_end_once_and_together(
