@@ -293,6 +293,15 @@ def test_adapter_without_any_layer_is_refused() -> None:
         collect_modules(lora_model(), "missing")
 
 
+@pytest.mark.parametrize("act", ["merge_and_unload", "unload"])
+def test_model_that_its_layers_were_taken_out_of_is_refused_with_the_calls_that_do_that(act: str) -> None:
+    """A callback that merges to save was sent to the LoraConfig, which had trained until then."""
+    model = lora_model()
+    getattr(model, act)()
+    with pytest.raises(UnsupportedAdapterError, match=rf"PEFT's .*\b{act}\(\).* call them on a copy"):
+        collect_modules(model, "default")
+
+
 def test_compiled_model_exports_the_same_adapter() -> None:
     model = lora_model()
     plain = read_adapter(model, dtype=torch.float32).tensors

@@ -684,7 +684,9 @@ def _plain_layers(model: nn.Module, adapter_name: str, serving: Serving, *, prov
     if not adapted:
         raise UnsupportedAdapterError(
             f"The adapter {adapter_name!r} has no LoRA layer in this model, so there is nothing to serve. "
-            "Check target_modules of the LoraConfig. One linear layer is needed at least."
+            "Check target_modules of the LoraConfig. One linear layer is needed at least. PEFT's merge_and_unload() "
+            "and unload() take them out of the model that they are called on: call them on a copy "
+            "(copy.deepcopy(model))."
         )
     for path, layer in adapted.items():
         if serving != "fused" and (adapter_name in layer.lora_embedding_A or is_embedding_module(path)):
