@@ -798,6 +798,42 @@ def test_two_sweeps_at_once_forget_each_version_once_and_leave_nothing(tmp_path:
     assert everything_under(tmp_path) == []
 
 
+@pytest.mark.outside
+@pytest.mark.parametrize("end", ["its end", "its sweep"])
+def test_what_was_killed_while_it_deleted_a_run_is_finished_by_the_next_sweep(
+    end: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A launcher ends the other processes of a run when one has failed, and the owner was deleted before the rest."""
+    adapter = canonical()
+    real = os.scandir
+
+    @contextlib.contextmanager
+    def owner_first(path: Any) -> Iterator[Iterator[os.DirEntry[str]]]:
+        """The order depends on the file system."""
+        with real(path) as found:
+            yield iter(sorted(found, key=lambda entry: entry.name != "owner.json"))
+
+    monkeypatch.setattr(os, "scandir", owner_first)
+
+    def delete() -> None:
+        if end == "its end":
+            store = AdapterStore(tmp_path)
+            store.write(1, adapter)
+            monkeypatch.setattr(os, "rmdir", die)
+            store.close()
+        else:
+            dead_run(tmp_path)
+            monkeypatch.setattr(os, "rmdir", die)
+            sweep_leftovers(tmp_path, lambda name: None)
+
+    with forked(delete) as child:
+        child.join(30)
+        assert child.exitcode == -signal.SIGKILL
+    assert everything_under(tmp_path)
+    sweep_leftovers(tmp_path, lambda name: None)
+    assert everything_under(tmp_path) == []
+
+
 def test_sweep_removes_a_run_folder_that_was_killed_while_it_was_made(tmp_path: Path) -> None:
     half = tmp_path / ".lora-sync-20260101-000000-abcdef12.starting"
     half.mkdir()

@@ -445,7 +445,7 @@ class AdapterStore:
                 # Kept for a later `close`, which may learn that the servers have dropped the names.
                 self._records.add(run_id)
             else:
-                shutil.rmtree(self.root / run_id, ignore_errors=True)
+                _delete_run(self.root / run_id)
                 self._records.discard(run_id)
         self._release()
 
@@ -493,6 +493,12 @@ def _delete_all_but(directory: Path, names: Collection[str]) -> None:
         _make_record(directory / name)
 
 
+def _delete_run(directory: Path) -> None:
+    """Delete a run's folder, its owner last: no sweep touches a folder without one, and this may be killed anywhere."""
+    _delete_all_but(directory, ())
+    shutil.rmtree(directory, ignore_errors=True)
+
+
 def sweep_leftovers(
     root: Path,
     unload: Callable[[str], bool | None],
@@ -535,7 +541,7 @@ def sweep_leftovers(
             if left:
                 _delete_all_but(directory, left)
             else:
-                shutil.rmtree(directory, ignore_errors=True)
+                _delete_run(directory)
         finally:
             os.close(lock)
     return swept
