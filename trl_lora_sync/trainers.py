@@ -50,6 +50,7 @@ class LoRASyncTrainer:
     accelerator: Any
     model: Any
     model_wrapped: Any
+    optimizer: Any
     add_callback: Any
     args: Any
     vllm_generation: Any
@@ -60,6 +61,7 @@ class LoRASyncTrainer:
     _totals: "SyncTotals | None" = None  # of the training that runs
     _look_ahead: "LookAhead | None" = None  # with overlap only
     _first_step = 0  # `_step` at the first batch of the update that runs
+    _has_optimized = False  # whether parameters of an adapter have been seen in the optimizer
     _has_warned_of_images = False
     _waits_on_host = False  # the model, for the weights that it is to share with vLLM
 
@@ -226,6 +228,24 @@ class LoRASyncTrainer:
                 "leave out that evaluate()."
             )
 
+    def _check_optimizer(self) -> None:
+        """Refuse to train an adapter that was put in the place of the one that the optimizer has."""
+        # These may give the optimizer other parameters than the model's.
+        if self.accelerator.distributed_type.value in ("FSDP", "DEEPSPEED"):
+            return
+        weights = [linear.weight for linear in self.vllm_generation.reader.last_linears]
+        optimized = {id(parameter) for group in self.optimizer.param_groups for parameter in group["params"]}
+        if any(id(weight) in optimized for weight in weights):
+            self._has_optimized = True
+        # Only then: optimizers that work layer by layer never show the parameters (Transformers 5.24).
+        elif self._has_optimized and any(weight.requires_grad for weight in weights):
+            raise UnsupportedSettingError(
+                f"The optimizer does not have the parameters of the adapter {self.model.active_adapter!r}, so it would "
+                "be sampled and never trained. The optimizer belongs to those that were trained before, and a second "
+                "train() keeps it. Activate their adapter again with model.set_adapter(name), and load weights into it "
+                "with model.load_adapter(folder, name, is_trainable=True). Or build another trainer, for the new one."
+            )
+
     def _tool_call_loop(self, *args: Any, **kwargs: Any) -> Any:
         """TRL's `_tool_call_loop`, which samples only on the processes that still have a tool call."""
         with self.vllm_generation.tool_turns() if self._syncs_adapters else nullcontext():
@@ -273,6 +293,8 @@ class LoRASyncTrainer:
         """TRL's `compute_loss`. With `vllm_server_sleep` the server first releases its KV cache."""
         # An evaluation computes losses between generations, so the servers keep their memory then.
         if self._syncs_adapters and self.model.training:
+            # After `_prepare_inputs`, which reads the adapter that is active now.
+            self._check_optimizer()
             # Called at each micro-batch; a server that sleeps already gets no request.
             self.vllm_generation.sleep()
         return super().compute_loss(*args, **kwargs)  # type: ignore[misc]

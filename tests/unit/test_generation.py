@@ -332,6 +332,64 @@ def test_a_training_after_one_that_ended_within_a_batch_begins_with_samples_of_i
     assert sampled_at == [0, 0, 2]
 
 
+def put_another_adapter(model: Any, folder: Path) -> None:
+    model.save_pretrained(folder)
+    model.load_adapter(folder, "other", is_trainable=True)
+    model.set_adapter("other")
+
+
+def put_the_adapter_again(model: Any, folder: Path) -> None:
+    model.save_pretrained(folder)
+    model.delete_adapter("default")
+    model.load_adapter(folder, "default", is_trainable=True)
+    model.set_adapter("default")
+
+
+@pytest.mark.outside
+@pytest.mark.parametrize("when", ["between two trainings", "in a training"])
+@pytest.mark.parametrize("change", [put_another_adapter, put_the_adapter_again])
+def test_an_adapter_that_the_optimizer_lacks_is_not_sampled_as_if_it_were_trained(
+    change: Callable[[Any, Path], None], when: str, tmp_path: Path
+) -> None:
+    """Versions, gradients and rewards looked as ever, and no weight changed any more."""
+
+    class Change(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            change(trainer.model, tmp_path / "adapter")
+
+    model = make_model(tmp_path / "tiny")
+    with in_memory_engines(model_path=model) as [engine]:
+        trainer = grpo_trainer(
+            engine.base_url, model, tmp_path, peft_config=lora(target_modules=["q_proj", "v_proj"]), max_steps=2
+        )
+        if when == "in a training":
+            trainer.add_callback(Change())
+        else:
+            trainer.train()
+            change(trainer.model, tmp_path / "adapter")
+
+        with pytest.raises(UnsupportedSettingError, match="would be sampled and never trained"):
+            trainer.train()
+
+
+@pytest.mark.outside
+def test_weights_that_are_loaded_into_the_trained_adapter_are_trained_on(tmp_path: Path) -> None:
+    model = make_model(tmp_path / "tiny")
+    with in_memory_engines(model_path=model) as [engine]:
+        trainer = grpo_trainer(
+            engine.base_url, model, tmp_path, peft_config=lora(target_modules=["q_proj", "v_proj"]), max_steps=1
+        )
+        trainer.train()
+        trainer.model.save_pretrained(tmp_path / "adapter")
+        trainer.model.load_adapter(tmp_path / "adapter", "default", is_trainable=True)
+        before = {name: value.clone() for name, value in trainer.model.named_parameters() if "lora_B" in name}
+
+        trainer.train()
+
+        after = dict(trainer.model.named_parameters())
+    assert all(not torch.equal(value, after[name]) for name, value in before.items())
+
+
 @pytest.mark.outside
 def test_a_server_that_restarts_is_checked_while_trl_computes_without_the_adapter(tmp_path: Path) -> None:
     """What was sampled ahead failed if its server restarted beside the reference model's log-probabilities."""
