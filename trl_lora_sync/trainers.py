@@ -229,7 +229,7 @@ class LoRASyncTrainer:
             )
 
     def _check_optimizer(self) -> None:
-        """Refuse to train an adapter that was put in the place of the one that the optimizer has."""
+        """Refuse to train an adapter whose parameters the optimizer does not have."""
         # These may give the optimizer other parameters than the model's.
         if self.accelerator.distributed_type.value in ("FSDP", "DEEPSPEED"):
             return
@@ -241,9 +241,9 @@ class LoRASyncTrainer:
         elif self._has_optimized and any(weight.requires_grad for weight in weights):
             raise UnsupportedSettingError(
                 f"The optimizer does not have the parameters of the adapter {self.model.active_adapter!r}, so it would "
-                "be sampled and never trained. The optimizer belongs to those that were trained before, and a second "
+                "be sampled and never trained. The optimizer has the parameters that were trained before, and a second "
                 "train() keeps it. Activate their adapter again with model.set_adapter(name), and load weights into it "
-                "with model.load_adapter(folder, name, is_trainable=True). Or build another trainer, for the new one."
+                "with model.load_adapter(folder, name, is_trainable=True). Or build another trainer."
             )
 
     def _tool_call_loop(self, *args: Any, **kwargs: Any) -> Any:

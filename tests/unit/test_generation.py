@@ -351,7 +351,7 @@ def put_the_adapter_again(model: Any, folder: Path) -> None:
 def test_an_adapter_that_the_optimizer_lacks_is_not_sampled_as_if_it_were_trained(
     change: Callable[[Any, Path], None], when: str, tmp_path: Path
 ) -> None:
-    """Versions, gradients and rewards looked as ever, and no weight changed any more."""
+    """Versions, gradients and rewards looked right, while no weight changed."""
 
     class Change(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
