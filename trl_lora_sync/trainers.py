@@ -230,8 +230,8 @@ class LoRASyncTrainer:
 
     def _check_optimizer(self) -> None:
         """Refuse to train an adapter whose parameters the optimizer does not have."""
-        # These may give the optimizer other parameters than the model's.
-        if self.accelerator.distributed_type.value in ("FSDP", "DEEPSPEED"):
+        # These may give the optimizer other parameters than the model's. There is none if a user wrote the loop.
+        if self.optimizer is None or self.accelerator.distributed_type.value in ("FSDP", "DEEPSPEED"):
             return
         weights = [linear.weight for linear in self.vllm_generation.reader.last_linears]
         optimized = {id(parameter) for group in self.optimizer.param_groups for parameter in group["params"]}

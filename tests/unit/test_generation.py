@@ -391,6 +391,20 @@ def test_weights_that_are_loaded_into_the_trained_adapter_are_trained_on(tmp_pat
 
 
 @pytest.mark.outside
+def test_a_loop_that_a_user_has_written_needs_no_optimizer_of_the_trainer(tmp_path: Path) -> None:
+    model = make_model(tmp_path / "tiny")
+    with in_memory_engines(model_path=model) as [engine]:
+        trainer = grpo_trainer(
+            engine.base_url, model, tmp_path, peft_config=lora(target_modules=["q_proj", "v_proj"]), max_steps=1
+        )
+        trainer.model.train()
+        trainer.current_gradient_accumulation_steps = 1
+        batch = trainer._prepare_inputs(next(iter(trainer.get_train_dataloader())))
+        assert trainer.compute_loss(trainer.model, batch).isfinite()
+        trainer.vllm_generation.close()
+
+
+@pytest.mark.outside
 def test_a_server_that_restarts_is_checked_while_trl_computes_without_the_adapter(tmp_path: Path) -> None:
     """What was sampled ahead failed if its server restarted beside the reference model's log-probabilities."""
     policy = ModelPolicy(make_model(tmp_path / "tiny"))
