@@ -93,7 +93,7 @@ def change_from_checkpoint(model: "PeftModel", changed_layers: Collection[Any] =
     or has other names within its layers, or weights are quantised or sharded.
 
     Args:
-        changed_layers: those of PEFT's layers whose base weights are known to be others.
+        changed_layers: layers of PEFT whose base weights differ from the checkpoint's for a known reason.
     """
     shares = dict[str, float]()
     found: defaultdict[Path, list[tuple[str, str, Any]]] = defaultdict(list)
@@ -105,7 +105,7 @@ def change_from_checkpoint(model: "PeftModel", changed_layers: Collection[Any] =
             if id(weight) in left_out or weight.requires_grad or not _is_plain(weight, least_dim=1):
                 continue
             name = ".".join(part for part in unwrapped_path(path).split(".") if part not in _WRAPPED)
-            # Vectors of different layers may be near each other, as those of norms are, so their names have to match.
+            # The norms of two layers may be nearly equal, so the name of a vector has to match.
             for key in [name] if name in files else alike[_within_layers(name)] if weight.dim() > 1 else ():
                 found[files[key]].append((key, name, weight))
         for file, weights in found.items():

@@ -300,13 +300,13 @@ def _aborted_on_error(llm: Any) -> Iterator[None]:
 
 
 def _abort_all(llm: Any) -> None:
-    """Make vLLM forget all requests.
+    """Abort all requests.
 
     The prefix cache goes as well: vLLM enters a prompt there before it computes it (0.31).
     """
     engine = llm.llm_engine
     engine.abort_request(list(engine.output_processor.request_states), internal=True)
-    # Those of which an interrupt has let only the line above forget.
+    # An interrupt of the line above may leave requests in the scheduler alone.
     engine.engine_core.abort_requests(list(_scheduler(llm).requests))
     # Of a step whose tokens were not drawn. vLLM would wait for that, and refuse every step to come (0.31,
     # v1/worker/gpu_model_runner.py `execute_model`).
