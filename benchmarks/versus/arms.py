@@ -104,8 +104,8 @@ def make_arm(name: str, bench: Workbench, server: ServerSpec, urls: Sequence[str
 class _Plain(VLLMEngine):
     """The package's client for a vLLM server that may have no LoRA."""
 
-    async def _check_serving(self, deadline: Deadline) -> None:
-        pass
+    async def _check_serving(self, deadline: Deadline) -> dict[str, Any]:
+        return {}
 
 
 def connect_plain(url: str) -> Blocking:
