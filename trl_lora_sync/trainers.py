@@ -243,7 +243,8 @@ class LoRASyncTrainer:
                 f"The optimizer does not have the parameters of the adapter {self.model.active_adapter!r}, so it would "
                 "be sampled and never trained. The optimizer has the parameters that were trained before, and a second "
                 "train() keeps it. Activate their adapter again with model.set_adapter(name), and load weights into it "
-                "with model.load_adapter(folder, name, is_trainable=True). Or build another trainer."
+                "with model.load_adapter(folder, name, is_trainable=True). Or set trainer.optimizer = "
+                "trainer.lr_scheduler = None, so that the next train() makes another optimizer."
             )
 
     def _tool_call_loop(self, *args: Any, **kwargs: Any) -> Any:
