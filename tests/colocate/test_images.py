@@ -34,8 +34,8 @@ def image_trainer(shape: str, folder: Path) -> Any:
     )
     trainer.model.eval()
     randomize_adapter(trainer.model, seed=1)
-    # A seed that samples no image token: to rule it out would change the log-probabilities of all others. Only here, as
-    # it is refused where a prompt has several completions.
+    # This seed samples no image token, which without it would have to be ruled out and change all log-probabilities.
+    # Set after the start, which refuses a seed for several completions of one prompt; here each prompt has one.
     trainer.vllm_generation.generation_kwargs["seed"] = 0
     return trainer
 
