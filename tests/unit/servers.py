@@ -25,6 +25,7 @@ class Request(BaseHTTPRequestHandler):
     """One request, with short ways to answer it."""
 
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # as in the proxy of the live tests
     server: "Server"
 
     def answer(self) -> None:
