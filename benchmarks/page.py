@@ -503,16 +503,19 @@ def soak_controls() -> str:
 
 
 def grpo_runs() -> str:
-    found = read("sglang-0.5.15-h200-grpo")
     header = ("run", "steps", "rank", "reward, first 5 steps", "reward, last 5", "sync ms", "step s")
-    median = found["median"]
-    rows: list[Row] = [
-        ("SGLang, H200", str(len(found["steps"])), str(found["lora_rank"]), f"{found['reward_first_5']:.2f}",
-         f"{found['reward_last_5']:.2f}", _ms(median["sync_s"]), f"{median['step_s']:.2f}")
-    ]  # fmt: skip
+    rows: list[Row] = []
+    for version in ("0.5.15", "0.5.17"):
+        found = read(f"sglang-{version}-h200-grpo")
+        median = found["median"]
+        rows.append((
+            f"SGLang {version}, H200", str(len(found["steps"])), str(found["lora_rank"]),
+            f"{found['reward_first_5']:.2f}", f"{found['reward_last_5']:.2f}", _ms(median["sync_s"]),
+            f"{median['step_s']:.2f}",
+        ))  # fmt: skip
     images = read(SGLANG_IMAGES)["cases"]["images"]["run"]
     rows.append((
-        "SGLang, H100, tiny Qwen2.5-VL, an image in every prompt", str(len(images["logp_gap"])), "8",
+        "SGLang 0.5.15, H100, tiny Qwen2.5-VL, an image in every prompt", str(len(images["logp_gap"])), "8",
         f"{images['reward_first_five']:.2f}", f"{images['reward_last_five']:.2f}", _ms(images["sync_s"]), "",
     ))  # fmt: skip
     return markdown(header, rows)
