@@ -163,6 +163,11 @@ def test_values_whose_sum_is_no_float_are_shown(tmp_path: Path) -> None:
     report_of(write_log(tmp_path, HEADER, *steps(*range(1, 30), reward=1e308)))
 
 
+def test_a_server_without_a_number_is_left_out(tmp_path: Path) -> None:
+    page = report_of(write_log(tmp_path, HEADER, *steps(*range(1, 4), **{"lora_sync/load_s/x": 0.1})))
+    assert page.traces("Load time of each server").keys() == {"server 0", "server 1"}
+
+
 def test_row_without_a_step_is_left_out(tmp_path: Path) -> None:
     (run,) = read_runs([write_log(tmp_path, HEADER, *steps(1), {"step": None, "reward": 0.9})])
     assert run.series("reward") == [(1, 0.5)]

@@ -243,8 +243,8 @@ def _ratio(runs: Sequence[Run]) -> Chart:
 def _servers(runs: Sequence[Run]) -> Chart:
     start = f"{PREFIX}load_s/"
     # As numbers: as text, server 10 would come before server 2.
-    keys = {key for run in runs for row in run.rows for key in row if key.startswith(start)}
-    places = sorted(int(key.removeprefix(start)) for key in keys)
+    found = {key.removeprefix(start) for run in runs for row in run.rows for key in row if key.startswith(start)}
+    places = sorted(int(place) for place in found if place.isdecimal())
     lines = _lines(runs, *((f"server {place}", f"{start}{place}") for place in places))
     note = "Seconds of the load on each server."
     if count := [value for run in runs for value in run.finite(f"{PREFIX}servers")]:
