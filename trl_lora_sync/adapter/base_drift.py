@@ -106,15 +106,17 @@ def change_from_checkpoint(model: "PeftModel", changed_layers: Collection[Any] =
                 continue
             name = ".".join(part for part in unwrapped_path(path).split(".") if part not in _WRAPPED)
             # The norms of two layers may be nearly equal, so the name of a vector has to match.
-            for key in [name] if name in files else alike[_within_layers(name)] if weight.dim() > 1 else ():
+            others = alike[_within_layers(name)] if weight.dim() > 1 else []
+            for key in [name] if name in files else others:
                 found[files[key]].append((key, name, weight))
         for file, weights in found.items():
             with safe_open(file, framework="pt") as opened:
                 for key, name, weight in weights:
-                    saved, ours = opened.get_slice(key), weight[0] if weight.dim() > 1 else weight
-                    # Only then it is read: FSDP may have made a vector of a large matrix.
-                    if saved.get_shape()[weight.dim() > 1 :] == list(ours.shape):
-                        row = saved[:1][0] if weight.dim() > 1 else saved[:]
+                    saved, is_matrix = opened.get_slice(key), weight.dim() > 1
+                    ours, shape = (weight[0], saved.get_shape()[1:]) if is_matrix else (weight, saved.get_shape())
+                    # Read only then: FSDP may have made a vector of a large matrix.
+                    if shape == list(ours.shape):
+                        row = saved[:1][0] if is_matrix else saved[:]
                         shares[name] = min(shares.get(name, _OTHER_ROW), _distance(ours.cpu(), row))
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         logger.debug("The base weights are not compared with a checkpoint: %s", error)
