@@ -18,6 +18,7 @@ from support.colocate import (
     OTHER_POLICY,
     answered,
     base_distance,
+    check_versions_after_inference_mode,
     colocate_trainer,
     is_exact,
     parts_left_of_a_dropped_trainer,
@@ -104,13 +105,7 @@ def test_adapter_that_has_changed_is_loaded_before_anything_is_sampled(trainer: 
 
 def test_versions_follow_one_that_was_loaded_in_inference_mode(trainer: Any) -> None:
     """The next sync raised an error of torch, as it writes to memory of the first one."""
-    trainer.vllm_generation.close()
-    with torch.inference_mode():
-        rows = answered(trainer.vllm_generation.llm, ASKED)
-    assert is_exact(trainer.model, rows)
-    for _ in range(3):
-        change(trainer)
-        assert samples_policy(trainer)
+    check_versions_after_inference_mode(trainer, ASKED, change)
 
 
 def test_flag_for_transposed_weights_changes_nothing_on_linear_layers(

@@ -16,6 +16,7 @@ from support.colocate import (
     OTHER_POLICY,
     answered,
     base_distance,
+    check_versions_after_inference_mode,
     colocate_trainer,
     is_exact,
     rows_of,
@@ -230,13 +231,7 @@ def test_before_the_first_sync_and_after_the_last_the_engine_syncs_by_itself(tra
 
 def test_versions_follow_one_that_was_loaded_in_inference_mode(trainer: Any) -> None:
     """The next sync raised an error of torch, as it writes to memory of the first one."""
-    trainer.vllm_generation.close()
-    with torch.inference_mode():
-        rows = answered(trainer.vllm_generation.llm, ASKED)
-    assert is_exact(trainer.model, rows)
-    for _ in range(3):
-        change(trainer)
-        assert samples_policy(trainer)
+    check_versions_after_inference_mode(trainer, ASKED, change)
 
 
 def test_request_before_the_first_sync_is_refused_where_other_processes_must_take_part(

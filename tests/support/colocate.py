@@ -136,6 +136,19 @@ def samples_policy(trainer: Any) -> bool:
     return is_exact(trainer.model, rows) and base_distance(trainer.model, rows) > OTHER_POLICY
 
 
+def check_versions_after_inference_mode(
+    trainer: Any, asked: Sequence[list[int]], change: Callable[[Any], None]
+) -> None:
+    """The first version is loaded in inference mode; it is sampled from, and so is each that comes after a `change`."""
+    trainer.vllm_generation.close()
+    with torch.inference_mode():
+        rows = answered(trainer.vllm_generation.llm, asked)
+    assert is_exact(trainer.model, rows)
+    for _ in range(3):
+        change(trainer)
+        assert samples_policy(trainer)
+
+
 def base_distance(model: Any, rows: list[Row]) -> float:
     """Mean distance of rows to the model without its adapter."""
     with model.disable_adapter():
