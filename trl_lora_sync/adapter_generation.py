@@ -42,6 +42,7 @@ from trl_lora_sync.distributed import (
 from trl_lora_sync.errors import LoRASyncError, UnsupportedAdapterError, UnsupportedSettingError
 from trl_lora_sync.image_probe import make_image_probe
 from trl_lora_sync.metrics import PhaseTimer, SyncReport
+from trl_lora_sync.module_tree import weight_of
 from trl_lora_sync.scoring import (
     Prompt,
     adapter_logprobs,
@@ -138,7 +139,7 @@ class AdapterGeneration(VLLMGeneration):  # type: ignore[misc]
 
     def _fingerprint(self, linears: Sequence[nn.Linear]) -> Fingerprint:
         """Of this process's part of the adapter, at this moment."""
-        tensors = [linear.weight for linear in linears]
+        tensors = [*map(weight_of, linears)]
         if self._sharded:
             shards = shards_of(linears, outermost(self.accelerator, self.model))
             tensors = [weight if shard is None else shard.values for weight, shard in zip(tensors, shards, strict=True)]

@@ -38,9 +38,10 @@ logger = logging.getLogger(__name__)
 
 # The requests for it take a millisecond of Python, for which the trainer's thread would wait at the end of its sync.
 _RETIRED_AFTER_S = 0.01
-# Then the requests to load are on their way. The look at an 8B model holds Python's lock for up to 2.5 ms, and begun
-# at once it kept the second half of a request, its body, waiting for that long.
-_SENT_AFTER_S = 0.002
+# Then the requests to load are on their way. The look at an 8B model holds Python's lock for up to 2.5 ms. Begun at
+# once it keeps the second half of a request waiting, its body, and begun later it ends after the answer. A sync of 8B
+# took 12.0 ms without a pause, 10.3 ms with this one and 10.9 ms with twice as much (two H200).
+_SENT_AFTER_S = 0.001
 
 ScoreAdapter = Callable[[], Scores | None]
 

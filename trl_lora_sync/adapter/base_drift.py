@@ -19,6 +19,7 @@ from torch.nn import Parameter
 
 from trl_lora_sync.adapter.checkpoint import weight_files
 from trl_lora_sync.adapter.names import unwrapped_path
+from trl_lora_sync.module_tree import weight_of
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -61,7 +62,7 @@ class BaseDrift:
     def has_moved(self, base_layers: Sequence[Any]) -> bool:
         """Whether the layers below PEFT's have moved since the last call; the first call notes the start."""
         # No row is kept: it would keep the memory of its whole weight, where the model is moved to another device.
-        weights = list(map(_weight_of, base_layers))
+        weights = list(map(weight_of, base_layers))
         scales = [found for found in map(_scales_of, weights) if found is not None]
         rows = [weight[0] for weight in weights if _is_plain(weight)] + scales
         if not rows:
@@ -100,7 +101,7 @@ def change_from_checkpoint(model: "PeftModel", changed_layers: Collection[Any] =
     try:
         files = weight_files(model.name_or_path, getattr(model.config, "_commit_hash", None))
         alike = _alike(files)
-        left_out = {id(_weight_of(layer.get_base_layer())) for layer in changed_layers}
+        left_out = {id(weight_of(layer.get_base_layer())) for layer in changed_layers}
         for path, weight in model.get_base_model().named_parameters():
             if id(weight) in left_out or weight.requires_grad or not _is_plain(weight, least_dim=1):
                 continue
@@ -153,12 +154,6 @@ def _distance(row: Tensor, saved: Tensor) -> float:
     # Rounded as when it was loaded: in float16 small numbers lose most of their bits.
     loaded = saved.to(row.dtype).float()
     return float((row.float() - loaded).norm() / loaded.norm().clamp_min(torch.finfo().tiny))
-
-
-def _weight_of(base_layer: Any) -> Any:
-    # The dictionary first: for each attribute that is a parameter, torch's modules call a function in Python.
-    weight = base_layer._parameters.get("weight")
-    return getattr(base_layer, "weight", None) if weight is None else weight
 
 
 def _scales_of(weight: Any) -> Tensor | None:
