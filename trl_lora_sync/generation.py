@@ -4,6 +4,9 @@ Takes the place of TRL's own generation object and keeps its contract, on every 
 prompts go in and completions come out in the order of the rows.
 """
 
+import json
+import logging
+import shlex
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -13,6 +16,7 @@ from typing import Any
 
 from accelerate.utils import gather_object
 
+from trl_lora_sync.adapter.checkpoint import config_changes
 from trl_lora_sync.adapter_generation import AdapterGeneration, Fingerprint, MakeTrials
 from trl_lora_sync.client import RolloutClient
 from trl_lora_sync.distributed import DIFFERENT_ADAPTERS, models_prepared, results_of_all, run_on_all, run_on_main
@@ -25,6 +29,8 @@ from trl_lora_sync.overlap import BatchFigures, Overlap
 from trl_lora_sync.settings import SyncSettings
 from trl_lora_sync.sync import AdapterSync, ScoreAdapter
 from trl_lora_sync.verify import ReadAdapter, TrainedBase
+
+logger = logging.getLogger(__name__)
 
 
 class _ChangedModelError(Exception):
@@ -86,6 +92,13 @@ class LoRASyncGeneration(AdapterGeneration):
         make_trials = self.trials(base)
         summary = run_on_main(self.accelerator, lambda: self._start(read, base, make_trials))
         self._print_start(summary)
+        if self.accelerator.is_main_process and (changes := config_changes(self.model)):
+            logger.warning(
+                "The trainer's model computes with other settings than its checkpoint has. Servers use the "
+                "checkpoint's, unless they are started with: --hf-overrides %s (vLLM) or --json-model-override-args "
+                "%s (SGLang). The checks have a short prompt, which need not show the difference.",
+                *[shlex.quote(json.dumps(changes, default=str))] * 2,
+            )
 
     def _start(self, read: ReadAdapter, base: TrainedBase, make_trials: MakeTrials) -> str:
         try:

@@ -272,6 +272,26 @@ def test_the_revision_that_is_trained_is_the_one_that_is_served(
     trainer.vllm_generation.close()
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rms_norm_eps": 1e-2},
+        {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 8.0}},
+        {"use_sliding_window": True, "sliding_window": 4, "layer_types": ["sliding_attention"] * 2},
+    ],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_settings_that_the_checkpoint_lacks_reach_vllm(
+    changes: dict[str, Any], base_model: Path, tmp_path: Path
+) -> None:
+    """TRL gives them to the trainer's model alone, and a short prompt may show no difference."""
+    trainer = colocate_trainer(base_model, tmp_path, model_init_kwargs={"dtype": "float32", **changes}, max_steps=1)
+    randomize_adapter(trainer.model, seed=8)
+    trainer.model.eval()
+    assert samples_policy(trainer)
+    trainer.vllm_generation.close()
+
+
 def test_a_base_that_an_adapter_was_merged_into_is_refused_where_vllm_has_the_checkpoint(
     base_model: Path, tmp_path: Path
 ) -> None:

@@ -33,6 +33,7 @@ from transformers import (
 
 from trl_lora_sync import export_adapter
 from trl_lora_sync.adapter.base_drift import change_from_checkpoint
+from trl_lora_sync.adapter.checkpoint import config_changes
 from trl_lora_sync.adapter.export import AdapterReader
 from trl_lora_sync.adapter.groups import sees_images
 from trl_lora_sync.adapter.modalities import vision_exclusion
@@ -181,6 +182,9 @@ def test_a_base_that_an_adapter_was_merged_into_is_noticed_although_the_checkpoi
     assert change_from_checkpoint(model) == ""
     change_base(layers[-1], 0.02)
     assert "base weights differ from the checkpoint" in change_from_checkpoint(model)
+    assert config_changes(model) == {}
+    model.config.text_config.rms_norm_eps = 0.5
+    assert config_changes(model) == {"text_config": {"rms_norm_eps": 0.5}}
 
 
 def test_a_model_of_text_alone_is_not_looked_at(given: Any, monkeypatch: pytest.MonkeyPatch) -> None:

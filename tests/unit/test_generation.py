@@ -520,6 +520,18 @@ def test_any_weight_that_is_not_the_one_of_the_checkpoint_is_noticed(name: str, 
 
 
 @pytest.mark.outside
+def test_settings_that_the_checkpoint_lacks_are_named_with_how_servers_get_them(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = make_model(tmp_path / "model")
+    with in_memory_engines(model_path=model) as [engine]:
+        grpo_trainer(engine.base_url, model, tmp_path, model_init_kwargs={"dtype": "float32", "use_cache": False})
+        assert "--hf-overrides" not in caplog.text
+        grpo_trainer(engine.base_url, model, tmp_path, model_init_kwargs={"dtype": "float32", "sliding_window": 64})
+        assert """--hf-overrides '{"sliding_window": 64}' (vLLM)""" in caplog.text
+
+
+@pytest.mark.outside
 def test_files_that_lie_beside_those_of_a_checkpoint_are_not_compared_with_the_base(tmp_path: Path) -> None:
     """As a download into a folder leaves them, once a repository has new weights in fewer files."""
     model, earlier = make_model(tmp_path / "model"), tmp_path / "earlier"

@@ -1,11 +1,21 @@
-"""The files of the checkpoint that a model was loaded from."""
+"""The checkpoint that a model was loaded from."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from safetensors import safe_open
+from torch import nn
 
 _INDEX = "model.safetensors.index.json"
+# Of a configuration: how a model is loaded, run and saved, not what it computes. Tokens that were added show elsewhere.
+_NOT_COMPUTED = frozenset(
+    {
+        *("architectures", "dtype", "name_or_path", "_name_or_path", "quantization_config", "torch_dtype"),
+        *("transformers_version", "use_cache", "vocab_size", "bos_token_id", "eos_token_id", "pad_token_id"),
+    }
+)
 
 
 def weight_files(name: str | None, revision: str | None) -> dict[str, Path]:
@@ -36,3 +46,34 @@ def weight_files(name: str | None, revision: str | None) -> dict[str, Path]:
     if not files:
         raise ValueError("it has no safetensors file")
     return files
+
+
+def config_changes(model: nn.Module) -> dict[str, Any]:
+    """Settings of a model that its checkpoint lacks, such as RoPE scaling by `model_init_kwargs`.
+
+    Returns:
+        Fields of the configuration with the model's values, nested as there; empty also if the checkpoint is not here.
+    """
+    config: Any = model.config
+    try:
+        # Of this class, as other ones may need `trust_remote_code`.
+        saved = type(config).from_pretrained(
+            model.name_or_path, revision=getattr(config, "_commit_hash", None), local_files_only=True
+        )
+    except (OSError, ValueError):
+        return {}
+    return _changes(saved.to_dict(), config.to_dict())
+
+
+def _changes(saved: Mapping[str, Any], used: Mapping[str, Any]) -> dict[str, Any]:
+    found = {}
+    for name, value in used.items():
+        before = saved.get(name)
+        if name in _NOT_COMPUTED or value == before:
+            continue
+        if isinstance(value, dict) and isinstance(before, dict) and name.endswith("_config"):
+            value = _changes(before, value)
+            if not value:
+                continue
+        found[name] = value
+    return found

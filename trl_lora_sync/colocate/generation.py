@@ -13,6 +13,7 @@ from accelerate.utils import gather_object
 
 from trl_lora_sync import _trl
 from trl_lora_sync.adapter.canonical import PLAIN, CanonicalAdapter
+from trl_lora_sync.adapter.checkpoint import config_changes
 from trl_lora_sync.adapter.fingerprint import fingerprint
 from trl_lora_sync.adapter_generation import AdapterGeneration, MakeTrials
 from trl_lora_sync.colocate import engine, placing, shared_base
@@ -109,6 +110,9 @@ class ColocateGeneration(AdapterGeneration):
         # Of the Hub. TRL gives vLLM the name alone (1.16), which stands for the newest commit of the main branch.
         if (commit := getattr(self.model.config, "_commit_hash", None)) and not Path(self.model.name_or_path).is_dir():
             options["revision"] = commit
+        # TRL does not pass these on either, and the weights alone do not show them.
+        if changes := config_changes(self.model):
+            options["hf_overrides"] = changes
         with _trl.engine_class(lambda **given: engine.build(options, self.gate, **given)):
             super()._init_vllm()
         base_note = self._share_base(reason)
