@@ -178,7 +178,7 @@ def test_a_redirect_does_not_carry_the_key_to_another_host(keys: None) -> None:
 @pytest.fixture(autouse=True)
 def no_authorities(monkeypatch: pytest.MonkeyPatch) -> None:
     """The authorities of the user who runs the tests reach none of them."""
-    for name in ("SSL_CERT_FILE", "SSL_CERT_DIR"):
+    for name in ("SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE"):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -222,7 +222,7 @@ def test_an_unknown_authority_is_reported_at_once_and_not_waited_for(tls_server:
     assert deadline.left_s() > 60
 
 
-@pytest.mark.parametrize("variable", ["SSL_CERT_FILE", "SSL_CERT_DIR"])
+@pytest.mark.parametrize("variable", ["SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE"])
 def test_an_authority_of_ones_own_is_accepted(
     variable: str, tls_server: Server, authority: trustme.CA, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -230,7 +230,7 @@ def test_an_authority_of_ones_own_is_accepted(
     authority.cert_pem.write_to_path(str(file))
     if variable == "SSL_CERT_DIR":
         subprocess.run(["openssl", "rehash", str(tmp_path)], check=True, capture_output=True)
-    monkeypatch.setenv(variable, str(file if variable == "SSL_CERT_FILE" else tmp_path))
+    monkeypatch.setenv(variable, str(tmp_path if variable == "SSL_CERT_DIR" else file))
 
     assert ask(tls_server.url) == 200
 
@@ -292,11 +292,12 @@ def test_an_answer_that_is_no_tls_after_the_handshake_is_a_broken_connection(
     assert may_have_acted(found.value)
 
 
+@pytest.mark.parametrize("variable", ["SSL_CERT_FILE", "REQUESTS_CA_BUNDLE"])
 def test_authorities_that_cannot_be_read_are_an_error_that_names_the_variable(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    variable: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "missing.pem"))
-    with pytest.raises(ServerSetupError, match="SSL_CERT_FILE"):
+    monkeypatch.setenv(variable, str(tmp_path / "missing.pem"))
+    with pytest.raises(ServerSetupError, match=f"in {variable} cannot"):
         ask("https://127.0.0.1:1")
 
 

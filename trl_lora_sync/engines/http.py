@@ -15,6 +15,7 @@ import ssl
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterator, Mapping
 from functools import cache
+from pathlib import Path
 from typing import Any, Protocol, TypeGuard
 from urllib.parse import urljoin, urlsplit
 from urllib.request import getproxies, proxy_bypass
@@ -382,21 +383,28 @@ class HTTPClient:
         )
 
 
+_AUTHORITIES = ("SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE")
+
+
 def _certificates() -> ssl.SSLContext:
-    # httpx reads these two (0.28).
-    return _read_certificates(os.environ.get("SSL_CERT_FILE"), os.environ.get("SSL_CERT_DIR"))
+    return _read_certificates(*map(os.environ.get, _AUTHORITIES))
 
 
-# `places` is the key of the cache and nothing else, as httpx reads the variables by itself.
 @cache
-def _read_certificates(*places: str | None) -> ssl.SSLContext:
+def _read_certificates(file: str | None, folder: str | None, bundle: str | None) -> ssl.SSLContext:
     """The authorities that the environment names, or certifi's; reading them takes longer than opening connections."""
     try:
+        # TRL's own client reads this variable alone (requests 2.32), and httpx (0.28) the other two.
+        if bundle and not (file or folder):
+            is_folder = Path(bundle).is_dir()
+            return ssl.create_default_context(
+                cafile=None if is_folder else bundle, capath=bundle if is_folder else None
+            )
         return httpx.create_ssl_context()
     except (OSError, ssl.SSLError) as error:
         raise ServerSetupError(
-            f"The certificate authorities in SSL_CERT_FILE or SSL_CERT_DIR cannot be read ({error}). "
-            "Correct or unset these environment variables."
+            f"The certificate authorities in {', '.join(filter(os.environ.get, _AUTHORITIES))} cannot be read "
+            f"({error}). Correct or unset these environment variables."
         ) from error
 
 
