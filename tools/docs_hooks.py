@@ -1,7 +1,8 @@
-"""Parts of the documentation that are made from the code when it is built, so that they cannot go stale.
+"""Parts of the documentation that are made from the code, so that they cannot go stale.
 
 A page has `<!-- made: NAME -->` where one of `MADE` goes, behind words for a reader of the file: the support table,
-the settings, the messages of all errors, the help of each command, and SECURITY.md, which is thus written once.
+the messages of all errors, the help of each command, and SECURITY.md, which is thus written once. The settings and
+other tables of `WRITTEN` stand in the pages themselves, up to `<!-- end -->`; this file, run as a program, writes them.
 """
 
 import ast
@@ -257,10 +258,19 @@ MADE: Mapping[str, Callable[[], str]] = {
     "security": security_policy,
 }
 
+# Short enough to be read in the file, and the same with every version of the libraries.
+WRITTEN = ("settings", "versions", "experts")
+_WRITTEN = re.compile(rf"(<!-- made: ({'|'.join(WRITTEN)}) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def written(page: str) -> str:
+    """The text of a page with the tables of `WRITTEN` as the code has them now."""
+    return _WRITTEN.sub(lambda found: f"{found[1]}{MADE[found[2]]()}\n{found[3]}", page)
+
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
     """Called by mkdocs for each page."""
-    return _MARK.sub(lambda found: MADE[found[1]](), markdown)
+    return _MARK.sub(lambda found: found[0] if found[1] in WRITTEN else MADE[found[1]](), markdown)
 
 
 # Messages in the source
@@ -377,3 +387,8 @@ def _cell(text: str) -> str:
     """Text of a table; what stands in backquotes stays code."""
     parts = text.split("`")
     return "`".join(part if place % 2 else re.sub(r"([<>*_|])", r"\\\1", part) for place, part in enumerate(parts))
+
+
+if __name__ == "__main__":
+    for path in Path(__file__).parents[1].glob("docs/*.md"):
+        path.write_text(written(path.read_text()))

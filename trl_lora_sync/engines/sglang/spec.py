@@ -8,7 +8,7 @@ from trl_lora_sync.versions import KnownVersions
 _OLDEST = Version("0.5.11")
 SGLANG = EngineSpec(
     name="sglang",
-    versions=KnownVersions(title="SGLang", oldest=_OLDEST, newest=Version("0.5.23"), run=("0.5.15",)),
+    versions=KnownVersions(title="SGLang", oldest=_OLDEST, newest=Version("0.5.23"), run=("0.5.15", "0.5.17")),
     description=f"an SGLang server of {_OLDEST} or later",
     distributions=("sglang",),
     api_key_variable="SGLANG_API_KEY",
