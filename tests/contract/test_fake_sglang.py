@@ -89,20 +89,6 @@ def pickled(value: Any, protocol: int = 4) -> str:
     return base64.b64encode(pickle.dumps(value, protocol=protocol)).decode()
 
 
-# What the OpenAI route serves
-
-
-def test_the_openai_route_serves_the_base_for_an_adapter_without_a_colon(start: Callable[..., Client]) -> None:
-    client = start()
-    name = client.load().name
-    base = client.fake.args.model_path
-    plain = {"prompt": [1, 2, 3], "max_tokens": 2, "temperature": 0.0, "logprobs": 1}
-    answers = [client.post("/v1/completions", model=m, **plain).json() for m in (base, name, f"{base}:{name}")]
-    texts = [(answer["choices"][0]["text"], answer["choices"][0]["logprobs"]) for answer in answers]
-    assert texts[0] == texts[1] != texts[2]
-    assert answers[1]["model"] == name
-
-
 # What kills the server
 
 
@@ -220,25 +206,6 @@ def test_foreign_objects_in_a_payload_kill_the_server(start: Callable[..., Clien
 
 
 # References
-
-
-@pytest.mark.parametrize("version", VERSIONS)
-def test_n_above_one_leaves_a_negative_counter_up_to_0_5_21(start: Callable[..., Client], version: str) -> None:
-    client = start(version)
-    name = client.load().name
-    answer = client.generate(name, input_ids=[[1, 2], [3, 4]], sampling_params={**ONE, "n": 3})
-    assert len(answer.json()) == 6
-    is_fixed = version >= "0.5.22"
-    assert client.fake.in_flight[name] == (0 if is_fixed else -2)
-    if is_fixed:
-        assert client.unload(name).status_code == 200
-        return
-    with pytest.raises(httpx.ReadTimeout):
-        client.unload(name, 0.2)
-    client.fake.wait_until(lambda: not client.fake.registered)
-    with pytest.raises(httpx.ReadTimeout):  # the lock is held
-        client.post("/load_lora_adapter", 0.2, lora_name="b", lora_path="/x/y")
-    assert client.generate(None).status_code == 200
 
 
 @pytest.mark.parametrize("version", VERSIONS)

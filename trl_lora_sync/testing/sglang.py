@@ -320,15 +320,11 @@ class FakeSGLang:
     def _routes(self) -> dict[tuple[str, str], Callable[[Any, dict[str, list[str]], socket.socket], tuple[int, Any]]]:
         return {
             ("GET", "/health"): self._health,
-            ("GET", "/health_generate"): self._health,
             ("GET", "/model_info"): self._model_info,
-            ("GET", "/get_model_info"): self._model_info,
             ("GET", "/server_info"): self._server_info,
-            ("GET", "/get_server_info"): self._server_info,
             ("GET", "/v1/loads"): self._loads,
             ("GET", "/v1/models"): self._models,
             ("POST", "/generate"): self._generate,
-            ("POST", "/v1/completions"): self._completions,
             ("POST", "/load_lora_adapter"): self._load_route,
             ("POST", "/load_lora_adapter_from_tensors"): self._load_tensors_route,
             ("POST", "/unload_lora_adapter"): self._unload_route,
@@ -625,8 +621,6 @@ class FakeSGLang:
             if isinstance(error, TypeError):  # not converted: HTTP 500
                 raise
             raise _ClientError(str(error)) from error
-        if job.n > 1:
-            self._warm_up_prefixes(job)
         outputs: list[dict[str, Any]] = []
         done = 0
         try:
@@ -655,18 +649,7 @@ class FakeSGLang:
             return self.args.at_least("0.5.22")
         return not self.args.at_least("0.5.15") or self.args.at_least("0.5.20")
 
-    def _warm_up_prefixes(self, job: "_Job") -> None:
-        """n > 1: one prefill per prompt, whose end releases a reference that was never acquired (up to 0.5.21)."""
-        for lora_id in job.lora_ids[:: job.n]:
-            with self._cond:
-                self._check_alive()
-                self.scheduler.fetch(lora_id)
-            if not self.args.at_least("0.5.22"):  # "Warmup borrows the samples' LoRA references"
-                self._release_reference(lora_id)
-
-    def _tokenize(self, prompt: Any, images: list[str]) -> list[int]:
-        if isinstance(prompt, str):
-            return list(prompt.encode())
+    def _tokenize(self, prompt: list[int], images: list[str]) -> list[int]:
         if not prompt:
             raise ValueError("input_ids cannot be empty.")
         marker = self.args.image_token_id
@@ -795,38 +778,6 @@ class FakeSGLang:
         self.edit_output(output)
         return output
 
-    def _completions(self, body: Any, query: Any, connection: socket.socket) -> tuple[int, Any]:
-        """entrypoints/openai/serving_base.py `_resolve_lora_path`: without a colon, `model` is not looked at (all)."""
-        adapter = str(body["model"]).partition(":")[2]
-        if body["model"] == self._base_name:
-            adapter = ""
-        prompt = body["prompt"]
-        inner = {
-            "text" if isinstance(prompt, str) else "input_ids": prompt,
-            "lora_path": adapter or body.get("lora_path"),
-            "sampling_params": {
-                "max_new_tokens": body.get("max_tokens", 16),
-                "temperature": body.get("temperature", 1.0),
-            },
-            "return_logprob": body.get("logprobs") is not None,
-        }
-        status, outputs = self._generate(inner, query, connection)
-        if status != 200:
-            return status, outputs
-        outputs = outputs if isinstance(outputs, list) else [outputs]
-        choices = []
-        for index, output in enumerate(outputs):
-            values = [entry[0] for entry in output["meta_info"].get("output_token_logprobs", [])]
-            choices.append(
-                {
-                    "index": index,
-                    "text": output["text"],
-                    "logprobs": {"token_logprobs": values} if values else None,
-                    "finish_reason": output["meta_info"]["finish_reason"]["type"],
-                }
-            )
-        return 200, {"id": "cmpl", "object": "text_completion", "model": body["model"], "choices": choices}
-
     # Pausing: `pause_generation`, `continue_generation`, `abort_request` (all)
 
     def _pause(self, body: Any, query: Any, connection: socket.socket) -> tuple[int, Any]:
@@ -894,32 +845,28 @@ class FakeSGLang:
 
 
 class _Job:
-    """A body of /generate in one shape: lists over samples, prompt-major.
+    """A body of /generate in one shape: lists over samples.
 
     Source: managers/io_struct.py `GenerateReqInput.normalize_batch_and_arguments` (all); unknown fields are ignored.
+    Of its fields for prompts it takes `input_ids` only.
     """
 
     def __init__(self, body: dict[str, Any]) -> None:
-        prompts = body.get("text") if body.get("text") is not None else body.get("input_ids")
-        if prompts is None:
-            raise _ClientError("Either text, input_ids or input_embeds should be provided.")
-        if isinstance(prompts, list) and not prompts:
+        prompts = body.get("input_ids")
+        if not prompts:
             raise _ClientError("input_ids cannot be empty.")
-        is_one = isinstance(prompts, str) or isinstance(prompts[0], int)
+        is_one = isinstance(prompts[0], int)
         given = body.get("sampling_params") or {}
-        self.n = (given if isinstance(given, dict) else given[0]).get("n") or 1
-        if isinstance(given, list) and any((other.get("n") or 1) != self.n for other in given):
-            raise _ClientError("The parallel_sample_num should be the same for all samples in sample params.")
-        self.is_single = is_one and self.n == 1
-        prompts = [prompts] if is_one else prompts
-        count = len(prompts)
+        # Unlike SGLang, where it leaves a reference behind up to 0.5.21, so that no unload of its adapter ends.
+        if any(one.get("n") not in (None, 1) for one in (given if isinstance(given, list) else [given])):
+            raise _ClientError("The fake takes n=1 only, as adapter sync may send nothing else.")
+        self.is_single = is_one
+        self.prompts = [prompts] if is_one else prompts
+        count = len(self.prompts)
 
-        def expand(value: Any, default: Any, *, may_list: bool = True) -> list[Any]:
-            values = value if isinstance(value, list) and may_list else [default if value is None else value] * count
-            # Prompt-major: the samples of one prompt are neighbours.
-            return [each for each in values for _ in range(self.n)]
+        def expand(value: Any, default: Any) -> list[Any]:
+            return value if isinstance(value, list) else [default if value is None else value] * count
 
-        self.prompts = expand(prompts, None)
         # `_normalize_image_data`: one image, a list of them for one prompt, or a list for each prompt.
         images = body.get("image_data") or []
         images = [images] if isinstance(images, str) else images
@@ -935,8 +882,7 @@ class _Job:
         rids = rids if isinstance(rids, list) else [rids] if self.is_single else [f"{rids}_{i}" for i in range(count)]
         if len(rids) != count:
             raise _ClientError("The specified rids length mismatch with the batch_size for batch processing.")
-        # SGLang gives each sample a new id where there are several (`regenerate_rid`, 0.5.15).
-        self.rids = rids if self.n == 1 else [uuid.uuid4().hex for _ in self.prompts]
+        self.rids = rids
         if not len(self.params) == len(self.lora_names) == len(self.images) == len(self.prompts):
             raise IndexError("lists of different lengths")
 
