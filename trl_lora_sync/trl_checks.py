@@ -641,10 +641,9 @@ def _function_changes(module_name: str, *names: str) -> Iterator[str]:
 
 @dataclass
 class _Uses(ast.NodeVisitor):
-    """What the methods of a trainer do with the generation object, and what they store on the trainer."""
+    """What the methods of a trainer do with the generation object."""
 
     builds_generation: bool = False
-    stored: set[str] = field(default_factory=set)
     generation: set[str] = field(default_factory=set)
     client: set[str] = field(default_factory=set)
     keywords: set[str] = field(default_factory=set)
@@ -687,9 +686,6 @@ class _Uses(ast.NodeVisitor):
             self.generation.add(name)
         elif parent == "self.vllm_generation.vllm_client":
             self.client.add(name)
-        # Only what is stored, as a trainer may read a name that it never sets.
-        elif parent == "self" and isinstance(node.ctx, ast.Store):
-            self.stored.add(name)
         self.generic_visit(node)
 
     def changes(self, trainer: str) -> Iterator[str]:
@@ -706,12 +702,6 @@ class _Uses(ast.NodeVisitor):
             yield f"{trainer} passes {name} to generate"
         for words in self.other_forms:
             yield f"{trainer} {words}"
-        if "vllm_generation" not in self.stored:
-            yield f"{trainer} stores no vllm_generation"
-        if "_metrics" not in self.stored:
-            yield f"{trainer} stores no _metrics"
-        if not self.stored & set(LAST_SYNC_FIELDS):
-            yield f"{trainer} stores none of {', '.join(LAST_SYNC_FIELDS)}"
 
 
 def _signature_changes(trainer_class: type, name: str) -> Iterator[str]:

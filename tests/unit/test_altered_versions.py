@@ -122,19 +122,8 @@ TRL_CASES: dict[str, Case] = {
         {GRPO: {"self.vllm_generation": "self.rollout"}},
         {},
         TRAINER,
-        "GRPOTrainer stores no vllm_generation",
-    ),
-    "another name of the metrics": (
-        {GRPO: {"self._metrics": "self._logged"}, "trainer/base_trainer.py": {}},
-        {},
-        TRAINER,
-        "GRPOTrainer stores no _metrics",
-    ),
-    "another name of the last step": (
-        {GRPO: {"_last_loaded_step": "_synced_at"}},
-        {},
-        TRAINER,
-        "GRPOTrainer stores none of _last_loaded_step, _last_vllm_sync_step",
+        "GRPOTrainer does not call sync_weights of its generation object; "
+        "GRPOTrainer does not call generate of its generation object",
     ),
     "the generation object made elsewhere": (
         {GRPO: {"self.vllm_generation = VLLMGeneration(": "self.vllm_generation = make_generation("}},
@@ -143,16 +132,16 @@ TRL_CASES: dict[str, Case] = {
         "GRPOTrainer does not build a VLLMGeneration",
     ),
     "a change of RLOO, for GRPO": (
-        {"trainer/rloo_trainer.py": {"_last_loaded_step": "_synced_at"}},
+        {"trainer/rloo_trainer.py": {"self.vllm_generation.sync_weights()": "self.vllm_generation.push()"}},
         {},
         TRAINER,
         None,
     ),
     "a change of RLOO": (
-        {"trainer/rloo_trainer.py": {"_last_loaded_step": "_synced_at"}},
+        {"trainer/rloo_trainer.py": {"self.vllm_generation.sync_weights()": "self.vllm_generation.push()"}},
         {},
         "trainer:RLOOTrainer",
-        "RLOOTrainer stores none of _last_loaded_step, _last_vllm_sync_step",
+        "RLOOTrainer does not call sync_weights of its generation object",
     ),
     "no RLOO": (
         {"__init__.py": {'"RLOOTrainer",': ""}},
