@@ -151,7 +151,7 @@ def plain_forward(model: Any) -> Iterator[None]:
 @contextmanager
 def script(name: str, config: type, trainer: type) -> Iterator[ModuleType]:
     """TRL's script of that name, such as `grpo`, which finds both classes under TRL's names while the block lasts."""
-    check_script(name, config.__name__, trainer.__name__)
+    check_script(name)
     places = {(trl, one.__name__): one for one in (config, trainer)}
     with _rebinding, _replaced(places):
         yield import_module(f"trl.scripts.{name}")

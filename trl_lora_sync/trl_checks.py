@@ -451,13 +451,16 @@ def _instance_changes(trainer: Any, *more: str) -> Iterator[str]:
         yield f'the _metrics of a {name} have no "train" and "eval"'
 
 
-def check_script(name: str, config: str, trainer: str) -> None:
-    """Look for what is relied on in one of TRL's scripts: that it looks its classes up in `trl` when it runs.
+def check_script(name: str) -> None:
+    """Look for what is called of one of TRL's scripts.
+
+    That these take the classes from `trl` when they are called shows then: TRL's own configuration has none of our
+    flags, and `refuse_without_mixin` is for TRL's own trainer.
 
     Raises:
         UnsupportedTRLError: as for `check_trl`.
     """
-    _raise_if_changed([*_script_changes(f"trl.scripts.{name}", {"make_parser": config, "main": trainer})])
+    _raise_if_changed([*_function_changes(f"trl.scripts.{name}", "make_parser", "main", parameters=None)])
 
 
 def check_launcher() -> None:
@@ -621,8 +624,8 @@ def _return_changes(tree: ast.AST | None) -> Iterator[str]:
         yield f"{GENERATION_CLASS}.generate returns something other than {_RETURNED_VALUES} values"
 
 
-def _function_changes(module_name: str, *names: str) -> Iterator[str]:
-    """Whether a module has functions that take one argument."""
+def _function_changes(module_name: str, *names: str, parameters: int | None = 1) -> Iterator[str]:
+    """Whether a module has functions that take so many arguments; None for any number."""
     try:
         module = import_module(module_name)
     except ImportError as error:
@@ -632,7 +635,7 @@ def _function_changes(module_name: str, *names: str) -> Iterator[str]:
         function = getattr(module, name, None)
         if not callable(function):
             yield f"{module_name} has no {name}"
-        elif len(inspect.signature(function).parameters) != 1:
+        elif parameters not in (None, len(inspect.signature(function).parameters)):
             yield f"{module_name}.{name} takes other parameters"
 
 
@@ -716,36 +719,6 @@ def _signature_changes(trainer_class: type, name: str) -> Iterator[str]:
     for parameter in ("model", "args", "peft_config"):
         if parameter not in named:
             yield f"{name} takes no {parameter}"
-
-
-# A script
-
-
-def _script_changes(module_name: str, wanted: dict[str, str]) -> Iterator[str]:
-    try:
-        module = import_module(module_name)
-    except ImportError as error:
-        yield f"{module_name} cannot be imported ({error})"
-        return
-    for function, name in wanted.items():
-        found = getattr(module, function, None)
-        if not callable(found):
-            yield f"{module_name} has no {function}"
-            continue
-        # An import at the top of the module would bind TRL's class before `_trl.script` can replace it.
-        tree = _function_tree(found)
-        imported = (
-            {
-                alias.name
-                for node in ast.walk(tree)
-                if isinstance(node, ast.ImportFrom) and node.module == "trl"
-                for alias in node.names
-            }
-            if tree is not None
-            else {name}
-        )
-        if name not in imported:
-            yield f"{function} of {module_name} does not take {name} from trl when it is called"
 
 
 # Reading source

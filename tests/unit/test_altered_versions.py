@@ -155,16 +155,11 @@ TRL_CASES: dict[str, Case] = {
         TRAINER,
         "trl.models.utils has no remove_hooks",
     ),
-    "a trainer taken by the script when it is imported": (
-        {
-            "scripts/grpo.py": {
-                "from trl import GRPOTrainer, get_dataset": "from trl import get_dataset",
-                "from trl import ScriptArguments": "from trl import GRPOTrainer, ScriptArguments",
-            }
-        },
+    "another name of the parser of the script": (
+        {"scripts/grpo.py": {"def make_parser(": "def build_parser("}},
         {},
         "script:grpo",
-        "main of trl.scripts.grpo does not take GRPOTrainer from trl when it is called",
+        "trl.scripts.grpo has no make_parser",
     ),
     "nothing, asynchronous": ({}, {}, ASYNC_TRAINER, None),
     "the asynchronous trainer elsewhere": (
