@@ -179,18 +179,9 @@ def start_sentence(mode: str) -> str:
     Args:
         mode: the value of TRL's `vllm_importance_sampling_mode`.
     """
-    if mode == "sequence_mask":
-        advice = (
-            'vllm_importance_sampling_mode="sequence_mask" leaves out whole completions whose probability has moved, '
-            'more of them in such a batch, and more of the long ones; "token_truncate" keeps every completion and '
-            "bounds the weight of each token"
-        )
-    else:
-        advice = (
-            f'vllm_importance_sampling_mode="{mode}" corrects for that; TRL\'s default "sequence_mask" would leave out '
-            'more whole completions of such a batch, and "token_truncate" keeps every one'
-        )
     return (
         "LoRA adapter sync: the servers sample the next batch while the trainer works on this one, so batches come "
-        f"from the policy of one generation batch earlier. {advice}."
+        f'from the policy of one generation batch earlier. vllm_importance_sampling_mode="{mode}" corrects for that. '
+        '"sequence_mask", TRL\'s default, leaves out whole completions of such a batch, more of the long ones; '
+        '"token_truncate" keeps every completion and bounds the weight of each token.'
     )
