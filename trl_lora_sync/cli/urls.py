@@ -8,7 +8,7 @@ import time
 from trl_lora_sync.addresses import has_secrets, host_and_port, is_http_url, is_local_url, listen_flags
 from trl_lora_sync.cli.console import UsageError
 from trl_lora_sync.engines.vllm.spec import VLLM
-from trl_lora_sync.errors import DeadlineExceededError, ServerUnreachableError
+from trl_lora_sync.errors import ServerUnreachableError
 from trl_lora_sync.runtime import run
 
 # A port that refuses connections has no server behind it; a server that restarts opens its port again within this time.
@@ -76,32 +76,19 @@ def check_listening(url: str, timeout_s: float, advice: str) -> None:
     """
     import httpx
 
-    from trl_lora_sync.engines.base import Deadline
-    from trl_lora_sync.engines.http import NO_KEY, HTTPClient
+    from trl_lora_sync.engines.base import TIMEOUTS
+    from trl_lora_sync.engines.connect import reason_to_be_down
 
-    patience_s = min(_PATIENCE_S, timeout_s)
-    give_up_at = time.monotonic() + patience_s
-    # The engine is not known yet, and a key of one engine may not go to a server of the other.
-    client = HTTPClient(url, api_key=NO_KEY, is_local=is_local_url(url))
-    try:
-        while True:
-            try:
-                deadline = Deadline.after(patience_s, f"Connecting to {url}")
-                run(client.request("GET", "/health", deadline, is_probe=True))
-                return
-            except DeadlineExceededError:
-                return  # it is there, and slow
-            except ServerUnreachableError as error:
-                # The connection was made, so a server is there; the checks find out whether it works.
-                if not isinstance(error.__cause__, httpx.ConnectError):
-                    return
-                if time.monotonic() > give_up_at:
-                    raise ServerUnreachableError(
-                        f"No server accepts connections at {url} ({error.__cause__}). {advice}"
-                    ) from error
-            time.sleep(0.2)
-    finally:
-        run(client.close())
+    give_up_at = time.monotonic() + min(_PATIENCE_S, timeout_s)
+    while error := run(reason_to_be_down(url, is_local=is_local_url(url), timeouts=TIMEOUTS)):
+        # The connection was made, so a server is there; the checks find out whether it works.
+        if not isinstance(error.__cause__, httpx.ConnectError):
+            return
+        if time.monotonic() > give_up_at:
+            raise ServerUnreachableError(
+                f"No server accepts connections at {url} ({error.__cause__}). {advice}"
+            ) from error
+        time.sleep(0.2)
 
 
 def start_command(url: str, *serve_arguments: str, port: str | None = None) -> str:
