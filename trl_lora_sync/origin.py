@@ -6,9 +6,7 @@ that name. Needs no torch.
 
 import json
 import shlex
-import sys
 from importlib import metadata
-from importlib.util import find_spec
 from pathlib import Path
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
@@ -72,24 +70,11 @@ def install_command(python: Path | str, *, has_pip: bool = True) -> str:
 def install_elsewhere() -> str:
     """What to do to have this copy in an environment on another host, as a part of a sentence."""
     source = pip_source()
-    if source is None:
-        return (
-            f"copy {_PACKAGE} into an empty folder of the server's host, and start the server with "
-            "PYTHONPATH set to that folder"
-        )
-    if not Path(source).exists():
-        return f"run `{_install(source)}` in the server's environment"
-    if Path(source).is_file():
-        return f"copy {source} to the server's host, and run `{_install(Path(source).name)}` in its environment"
-    if find_spec("pip") is not None:
-        wheel = shlex.join([sys.executable, "-m", "pip", "wheel", "--no-deps", source])
-    else:
-        wheel = shlex.join(["uv", "build", "--wheel", "--out-dir", ".", source])
+    if source is not None and not Path(source).exists():
+        command = shlex.join(["pip", "install", "--no-deps", source])
+        return f"run `{command}` in the server's environment"
+    # The package alone, as a checkout has more, such as environments.
     return (
-        f"run `{wheel}` here, copy the trl_lora_sync-*.whl that it writes to the server's host, and run "
-        "`pip install --no-deps trl_lora_sync-*.whl` in the server's environment"
+        f"copy {_PACKAGE} into an empty folder of the server's host, and start the server with PYTHONPATH set to that "
+        "folder"
     )
-
-
-def _install(*what: str) -> str:
-    return shlex.join(["pip", "install", "--no-deps", *what])
