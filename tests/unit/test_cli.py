@@ -4,7 +4,6 @@ import json
 import os
 import pty
 import re
-import shlex
 import subprocess
 import sys
 from collections.abc import Callable
@@ -59,18 +58,6 @@ def test_without_a_command_the_help_is_shown(capsys: pytest.CaptureFixture[str])
 @pytest.mark.parametrize("arguments", [["nonsense"], ["--nonsense"], ["serve"], ["serve", "other", "M"], ["doctor"]])
 def test_what_cannot_be_understood_ends_with_2(arguments: list[str]) -> None:
     assert main(arguments) == 2
-
-
-@pytest.mark.parametrize("arguments", [[], ["--url", "http://localhost:8000", "--model", "my model"]])
-def test_bench_names_the_script_outside_the_package_that_measures(
-    arguments: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["bench", *arguments]) == 2
-    said = capsys.readouterr().err
-    assert "not part of the installed package" in said
-    interpreter, script, *passed = shlex.split(said.partition("run: ")[2])
-    assert (interpreter, passed) == (sys.executable, arguments)
-    assert (ROOT / script).is_file()
 
 
 @pytest.mark.parametrize("name", sorted(COMMANDS))

@@ -3,7 +3,6 @@
 A command's module is imported when it is chosen; what it needs beyond typer and rich, when it runs.
 """
 
-import shlex
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -52,8 +51,6 @@ def make_app(chosen: str) -> typer.Typer:
         add_completion=False,
     )
     app.callback(invoke_without_command=True)(_start)
-    # Any argument leads to the same answer, `--help` included.
-    app.command("bench", hidden=True, add_help_option=False, context_settings=_ANYTHING)(_bench)
     for name, line in COMMANDS.items():
         # In the list only. Without their modules, `--help` loads nothing that a command needs.
         if name != chosen:
@@ -96,19 +93,6 @@ def _start(
         raise typer.Exit
     if ctx.invoked_subcommand is None:
         typer.echo(ctx.get_help())
-
-
-_ANYTHING = {"ignore_unknown_options": True, "allow_extra_args": True}
-
-
-def _bench(ctx: typer.Context) -> None:
-    from trl_lora_sync.cli.launch import without_keys
-
-    command = shlex.join(without_keys([sys.executable, "benchmarks/sync_cost.py", *ctx.args]))
-    raise UsageError(
-        "benchmarks are not part of the installed package. In the folder of the source of trl-lora-sync, run: "
-        f"{command}"
-    )
 
 
 if __name__ == "__main__":
