@@ -1,7 +1,6 @@
 """What is typed about servers, URLs above all, and whether a server is there."""
 
 import math
-import re
 import shlex
 import time
 
@@ -13,7 +12,6 @@ from trl_lora_sync.runtime import run
 
 # A port that refuses connections has no server behind it; a server that restarts opens its port again within this time.
 _PATIENCE_S = 3.0
-_HIGHEST_PORT = 65535
 
 
 def checked_urls(text: str) -> list[str]:
@@ -22,26 +20,18 @@ def checked_urls(text: str) -> list[str]:
     Raises:
         UsageError: one is not a URL, or carries a key.
     """
-    return [checked_url(url.strip()) for url in text.split(",")]
-
-
-def checked_url(url: str) -> str:
-    """The URL in the form that requests need.
-
-    Raises:
-        UsageError: it is not a URL, or carries a key.
-    """
-    if has_secrets(url):
-        raise UsageError("a URL carries a user, password, query or fragment. Give the key in the environment instead.")
-    # By a pattern, as `is_http_url` does not report what is wrong with a URL.
-    port = re.fullmatch(r"https?://[^/]+:(-?\d+)(/.*)?", url)
-    # As a float, because Python refuses to make an int of thousands of digits.
-    if port and not 0 < float(port[1]) <= _HIGHEST_PORT:
-        raise UsageError(f"port {port[1]} in {url} is out of range. Give a port from 1 to {_HIGHEST_PORT}.")
-    if not is_http_url(url):
-        raise UsageError(f"{url!r} is not a URL. Expected something like http://localhost:8000.")
+    urls = [url.strip() for url in text.split(",")]
+    for url in urls:
+        if has_secrets(url):
+            raise UsageError(
+                "a URL carries a user, password, query or fragment. Give the key in the environment instead."
+            )
+        if not is_http_url(url):
+            raise UsageError(
+                f"{url!r} is not a URL. Expected something like http://localhost:8000, with a port from 1 to 65535."
+            )
     # Clients of OpenAI's routes are given a URL with /v1, and routes here begin with it.
-    return url.rstrip("/").removesuffix("/v1")
+    return [url.rstrip("/").removesuffix("/v1") for url in urls]
 
 
 def check_timeout(seconds: float) -> None:
