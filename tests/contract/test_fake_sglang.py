@@ -358,16 +358,6 @@ def test_weights_do_not_survive_their_release(start: Callable[..., Client]) -> N
 # Refusals
 
 
-@pytest.mark.parametrize(("version", "status"), [("0.5.15", 500), ("0.5.21", 500), ("0.5.22", 400), ("0.5.23", 400)])
-def test_an_unknown_sampling_field_is_refused(start: Callable[..., Client], version: str, status: int) -> None:
-    assert start(version).generate(None, sampling_params={**ONE, "seed": 1}).status_code == status
-
-
-@pytest.mark.parametrize(("bias", "status"), [(None, 200), ({"5": 1.0}, 200), ([], 400)])
-def test_a_bias_is_a_map_or_null(start: Callable[..., Client], bias: Any, status: int) -> None:
-    assert start().generate(None, sampling_params={**ONE, "logit_bias": bias}).status_code == status
-
-
 def test_attention_data_parallelism_takes_pinned_adapters_only(
     start: Callable[..., Client], store: AdapterStore
 ) -> None:

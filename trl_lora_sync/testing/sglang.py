@@ -534,9 +534,6 @@ class FakeSGLang:
     # Generation: managers/tokenizer_manager.py `generate_request`
 
     def _generate(self, body: Any, query: Any, connection: socket.socket) -> tuple[int, Any]:
-        # entrypoints/api_contract.py
-        if self.args.at_least("0.5.22") and (words := _contract_error(body)):
-            return 400, {"error": words}
         job = _Job(body)
         # Not `_wait`: SGLang looks for a client that has left only while it waits for an answer (0.5.15).
         self._wait_for_ever(lambda: self._pause_mode is None)
@@ -554,31 +551,26 @@ class FakeSGLang:
 
     def _resolve(self, job: "_Job") -> None:
         """`_validate_and_resolve_lora` and `_resolve_lora_path` (all)."""
-        names = {name for name in job.lora_names if name is not None}
-        if not names:
+        name = job.lora_name
+        if name is None:
             return
         if not self.args.enable_lora:
             raise _ClientError(
-                f"LoRA adapter '{next(iter(names))}' was requested, but LoRA is not enabled. "
+                f"LoRA adapter '{name}' was requested, but LoRA is not enabled. "
                 "Please launch the server with --enable-lora flag and preload adapters "
                 "using --lora-paths or /load_lora_adapter endpoint."
             )
-        # With None among them, as SGLang counts the base model here, too (0.5.15).
-        limit, wanted = self.args.max_loaded_loras, len(set(job.lora_names))
-        if limit is not None and wanted > limit:
-            raise _ClientError(f"Received request with {wanted} unique loras requested but max loaded loras is {limit}")
-        for name in names:
-            with self._cond:
-                if name in self._registry:
-                    # The least recently used one is first, and `_load` evicts from there.
-                    self._registry.move_to_end(name)
-                    continue
-                old = self._ref_cache.get(name)
-            if old is None:
-                raise _ClientError(
-                    f"Got LoRA adapter that has never been loaded: {name}\n"
-                    f"All loaded adapters: dict_keys({list(self._ref_cache)})."
-                )
+        with self._cond:
+            if is_registered := name in self._registry:
+                # The least recently used one is first, and `_load` evicts from there.
+                self._registry.move_to_end(name)
+            old = self._ref_cache.get(name)
+        if old is None:
+            raise _ClientError(
+                f"Got LoRA adapter that has never been loaded: {name}\n"
+                f"All loaded adapters: dict_keys({list(self._ref_cache)})."
+            )
+        if not is_registered:
             # An unloaded name is loaded again from its old path, and the client is not informed.
             ref = LoRARef(name=old.name, path=old.path, pinned=old.pinned)
             _, result = self._update_answer(partial(self._load, ref, partial(self.scheduler.load, ref)))
@@ -586,17 +578,14 @@ class FakeSGLang:
                 raise _ClientError(f"Failed to implicitly load LoRA adapter {name}: {result['error_message']}")
         with self._cond:
             # Looked up and counted under one lock: an unload in between would not wait for this request.
-            refs = [None if name is None else self._registry[name] for name in job.lora_names]
-            job.lora_ids = [None if ref is None else ref.lora_id for ref in refs]
-            for lora_id in job.lora_ids:
-                if lora_id is not None:
-                    self._counters[lora_id] += 1
+            job.lora_id = self._registry[name].lora_id
+            self._counters[job.lora_id] += len(job.prompts)
 
-    def _release_reference(self, lora_id: str | None) -> None:
+    def _release_reference(self, lora_id: str | None, count: int = 1) -> None:
         with self._cond:
             # It is not there once the unload has ended. It may fall below 0, as in SGLang, and then no unload ends.
             if lora_id in self._counters:
-                self._counters[lora_id] -= 1
+                self._counters[lora_id] -= count
             self._cond.notify_all()
 
     def _submit(self, job: "_Job", connection: socket.socket) -> list[dict[str, Any]]:
@@ -611,13 +600,12 @@ class FakeSGLang:
                 if (taken := next((rid for rid in job.rids if rid in known), None)) is not None:
                     raise ValueError(f"Duplicate request ID detected: {taken}")
                 is_queued = self._holding == "queued"
-                runs = [_Running(*one, is_queued=is_queued) for one in zip(job.rids, job.lora_names, strict=True)]
+                runs = [_Running(rid, job.lora_name, is_queued=is_queued) for rid in job.rids]
                 self._running += runs
         except (TypeError, ValueError) as error:
             # Up to 0.5.21, a request that is refused after it acquired its adapter keeps the reference for ever.
             if self.args.at_least("0.5.22"):  # `_release_req_states_on_failure`
-                for lora_id in job.lora_ids:
-                    self._release_reference(lora_id)
+                self._release_reference(job.lora_id, len(job.prompts))
             if isinstance(error, TypeError):  # not converted: HTTP 500
                 raise
             raise _ClientError(str(error)) from error
@@ -626,13 +614,13 @@ class FakeSGLang:
         try:
             # One after the other in this thread, while all of them count as running, as in a batch.
             for index, run in enumerate(runs):
-                outputs.append(self._run(job, index, run, prompts[index], params[index], connection))
+                outputs.append(self._run(job, run, prompts[index], params[index], connection))
                 done = index + 1
         except _ClientLeftError:
             # The samples before these have ended, and have given their references back.
-            for run, lora_id in zip(runs[done:], job.lora_ids[done:], strict=True):
+            for run in runs[done:]:
                 if self._lets_go_of_abandoned(run):
-                    self._release_reference(lora_id)
+                    self._release_reference(job.lora_id)
             raise
         finally:
             with self._cond:
@@ -676,40 +664,36 @@ class FakeSGLang:
     def _run(
         self,
         job: "_Job",
-        index: int,
         run: _Running,
         prompt: list[int],
         params: dict[str, Any],
         connection: socket.socket,
     ) -> dict[str, Any]:
         self._wait(connection, lambda: run.is_aborted or (self._holding is None and self._pause_mode is None))
-        lora_id = job.lora_ids[index]
         if run.is_aborted and run.is_queued:
             if self.args.at_least("0.5.22"):
-                self._release_reference(lora_id)
-            return self._aborted_in_queue(job, index, run)
+                self._release_reference(job.lora_id)
+            return self._aborted_in_queue(job, run)
         with self._cond:
             self._check_alive()
             self.scheduler.check_awake()
             if any(not 0 <= token < self.args.shapes.vocab for token in prompt):  # INF: an embedding out of range
                 self._die("CUDA error: device-side assert triggered")
                 raise SchedulerDiedError
-            patch = self.scheduler.fetch(lora_id)
+            patch = self.scheduler.fetch(job.lora_id)
             # By adapter and prompt, so that a sample does not depend on what other requests draw meanwhile.
             key = hashlib.sha256(repr((run.lora_name, prompt)).encode()).hexdigest()
             self._draws[key] += 1
             sampler = Sampler(self.args, self.scheduler.policy, patch, prompt, params, self._draws[key])
         # Nothing is released in a `finally`: what an abandoned request gives back depends on the version.
-        finish = self._sample(sampler, run, job, index, connection)
-        self._release_reference(lora_id)
+        finish = self._sample(sampler, run, job, connection)
+        self._release_reference(job.lora_id)
         status = finish.get("status_code")
         if status is not None:
-            self._raise_abort(lora_id, status, finish["message"])
-        return self._output(job, index, run, prompt, sampler, finish)
+            self._raise_abort(job.lora_id, status, finish["message"])
+        return self._output(job, run, prompt, sampler, finish)
 
-    def _sample(
-        self, sampler: Sampler, run: _Running, job: "_Job", index: int, connection: socket.socket
-    ) -> dict[str, Any]:
+    def _sample(self, sampler: Sampler, run: _Running, job: "_Job", connection: socket.socket) -> dict[str, Any]:
         if self.abort_with:
             status = self.abort_with.pop(0)
             return {"type": "abort", "message": "Aborted", "status_code": status, "err_type": None}
@@ -718,7 +702,7 @@ class FakeSGLang:
             self._wait(connection, lambda: run.is_aborted or self._pause_mode is None)
             if run.is_aborted:
                 return {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None}
-            sampler.advance(job.top_logprobs[index])
+            sampler.advance(job.top_logprobs)
             if self.token_delay_s:
                 self._wait(connection, lambda: run.is_aborted, self.token_delay_s)
         return sampler.finish
@@ -737,7 +721,7 @@ class FakeSGLang:
         if self.args.at_least("0.5.23"):
             raise _HTTPStatusError(status, message)
 
-    def _aborted_in_queue(self, job: "_Job", index: int, run: _Running) -> dict[str, Any]:
+    def _aborted_in_queue(self, job: "_Job", run: _Running) -> dict[str, Any]:
         """`_handle_abort_req` (all): the scheduler never counted the tokens of the prompt."""
         meta: dict[str, Any] = {
             "id": run.rid,
@@ -746,13 +730,11 @@ class FakeSGLang:
             "e2e_latency": 0.01,
             "completion_tokens": 0,
         }
-        if job.return_logprob[index]:
+        if job.return_logprob:
             meta |= {"input_token_logprobs": [], "output_token_logprobs": [], "output_token_logprobs_length": 0}
         return {"text": "", "output_ids": [], "meta_info": meta}
 
-    def _output(
-        self, job: "_Job", index: int, run: _Running, prompt: list[int], sampler: Sampler, finish: Any
-    ) -> dict[str, Any]:
+    def _output(self, job: "_Job", run: _Running, prompt: list[int], sampler: Sampler, finish: Any) -> dict[str, Any]:
         tokens = sampler.output
         meta: dict[str, Any] = {
             "id": run.rid,
@@ -761,14 +743,13 @@ class FakeSGLang:
             "weight_version": "default",
             "num_retractions": 0,
         }
-        if job.return_logprob[index]:
+        if job.return_logprob:
             values = sampler.logprobs
-            start = job.logprob_start[index]
-            start = len(prompt) if start == -1 else start
+            start = len(prompt) if job.logprob_start == -1 else job.logprob_start
             meta["input_token_logprobs"] = sampler.input_logprobs(start) if start < len(prompt) else []
             meta["output_token_logprobs"] = [(v, t, None) for v, t in zip(values, tokens, strict=True)]
             meta["output_token_logprobs_length"] = len(values)
-            if job.top_logprobs[index] > 0:
+            if job.top_logprobs > 0:
                 top = [[(v, t, None) for v, t in zip(*pair, strict=True)] for pair in sampler.top]
                 meta |= {"input_top_logprobs": [], "output_top_logprobs": top}
         meta |= {"reasoning_tokens": 0, "completion_tokens": len(tokens), "cached_tokens": 0, "e2e_latency": 0.01}
@@ -845,7 +826,7 @@ class FakeSGLang:
 
 
 class _Job:
-    """A body of /generate in one shape: lists over samples.
+    """A body of /generate: lists over samples, with one adapter and one form of log-probabilities for all of them.
 
     Source: managers/io_struct.py `GenerateReqInput.normalize_batch_and_arguments` (all); unknown fields are ignored.
     Of its fields for prompts it takes `input_ids` only.
@@ -863,27 +844,23 @@ class _Job:
         self.is_single = is_one
         self.prompts = [prompts] if is_one else prompts
         count = len(self.prompts)
-
-        def expand(value: Any, default: Any) -> list[Any]:
-            return value if isinstance(value, list) else [default if value is None else value] * count
-
         # `_normalize_image_data`: one image, a list of them for one prompt, or a list for each prompt.
         images = body.get("image_data") or []
         images = [images] if isinstance(images, str) else images
-        self.images = expand([images] if is_one else images or [[]] * count, None)
-        self.params = expand(given, {})
-        self.lora_names = expand(body.get("lora_path"), None)
-        self.return_logprob = expand(body.get("return_logprob"), False)
-        self.logprob_start = expand(body.get("logprob_start_len"), -1)
-        self.top_logprobs = expand(body.get("top_logprobs_num"), 0)
+        self.images = [images] if is_one else images or [[]] * count
+        self.params = given if isinstance(given, list) else [given] * count
+        self.lora_name: str | None = body.get("lora_path")
+        self.lora_id: str | None = None
+        self.return_logprob = bool(body.get("return_logprob"))
+        self.logprob_start: int = body.get("logprob_start_len", -1)
+        self.top_logprobs: int = body.get("top_logprobs_num") or 0
         self.return_prompt_token_ids = bool(body.get("return_prompt_token_ids"))
-        self.lora_ids: list[str | None] = [None] * len(self.prompts)
         rids = body.get("rid") or [uuid.uuid4().hex for _ in range(count)]
         rids = rids if isinstance(rids, list) else [rids] if self.is_single else [f"{rids}_{i}" for i in range(count)]
         if len(rids) != count:
             raise _ClientError("The specified rids length mismatch with the batch_size for batch processing.")
         self.rids = rids
-        if not len(self.params) == len(self.lora_names) == len(self.images) == len(self.prompts):
+        if not len(self.params) == len(self.images) == count:
             raise IndexError("lists of different lengths")
 
 
@@ -893,21 +870,6 @@ def image_length(url: str) -> int:
 
     with Image.open(io.BytesIO(base64.b64decode(url.partition(",")[2]))) as image:
         return max(1, int(image.width // 28) * int(image.height // 28))
-
-
-def _contract_error(body: Any) -> str | None:
-    """What the schema refuses: sampling fields that are unknown, or of another type (api/v1/api_types.py)."""
-    given = body.get("sampling_params") or {}
-    known = sampling_params({}, ServerArgs()).keys() | {"beam_width", "watermark", "choice"}
-    for params in given if isinstance(given, list) else [given]:
-        for name, value in params.items():
-            if name not in known:
-                return f"unknown field `{name}`, expected one of `max_new_tokens`, `stop`, ..."
-            if name == "top_k" and value is not None and not isinstance(value, int):
-                return f"invalid type: floating point `{value}`, expected i64"
-            if name == "logit_bias" and value is not None and not isinstance(value, dict):
-                return "invalid type: sequence, expected a map"
-    return None
 
 
 def _fields(body: Any, *names: str) -> list[Any]:
