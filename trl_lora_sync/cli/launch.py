@@ -169,8 +169,8 @@ def without_keys(arguments: Sequence[str]) -> list[str]:
     for argument in arguments:
         if argument.startswith("-"):
             name, has_value, _ = argument.partition("=")
-            # Up to the next flag, as vLLM's --api-key takes several keys (0.31). `key_notes` refuses beginnings.
-            is_secret = name.replace("_", "-") in _SECRET
+            # Up to the next flag, as vLLM's --api-key takes several keys (0.31).
+            is_secret = any(_may_mean(name.replace("_", "-"), flag) for flag in _SECRET)
             shown.append(f"{name}=[key]" if is_secret and has_value else argument)
         else:
             shown.append("[key]" if is_secret else argument)
