@@ -139,7 +139,7 @@ def test_fields_left_at_their_defaults_are_sent_too(make_trainer: Make, proxy: P
 
     [request] = proxy.generations()
     defaults = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "max_tokens": 8}
-    assert request == request | defaults | {"presence_penalty": 0.0, "frequency_penalty": 0.0}
+    assert request == request | defaults | {"presence_penalty": 0.0, "frequency_penalty": 0.0, "watermarking": False}
 
 
 def test_structured_outputs_follow_the_regex(make_trainer: Make, clean_server: VLLMServer, base_model: Path) -> None:

@@ -108,8 +108,9 @@ def test_every_request_names_the_model_and_every_sampling_field(engine_at: Any) 
         assert body.pop("cache_salt") == cache_salt(MODEL) != cache_salt("run-v2")
         assert body == {
             "model": MODEL, "n": 2, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0,
-            "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "max_tokens": 4,
-            "logprobs": None, "stream": False, "return_token_ids": True, "return_tokens_as_token_ids": True,
+            "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "watermarking": False,
+            "max_tokens": 4, "logprobs": None, "stream": False, "return_token_ids": True,
+            "return_tokens_as_token_ids": True,
         }  # fmt: skip
 
 

@@ -96,6 +96,7 @@ def test_every_sampling_field_is_sent_even_at_the_engines_default() -> None:
         "repetition_penalty": 1.0,
         "presence_penalty": 0.0,
         "frequency_penalty": 0.0,
+        "watermarking": False,
         "max_tokens": 16,
         "logprobs": None,
     }

@@ -55,6 +55,9 @@ def sampling_fields(sampling: Sampling, count: int) -> dict[str, Any]:
         # (`get_diff_sampling_param` in vllm/config/model.py, 0.31), and samples from another policy than the trainer's.
         "presence_penalty": 0.0,
         "frequency_penalty": 0.0,
+        # Left out, a server with --watermark-config draws every token by its key and the tokens before it, so that all
+        # completions of a prompt are the same (v1/watermarking/gumbel.py, 0.31 and 0.32). Others ignore the field.
+        "watermarking": False,
         "max_tokens": sampling.max_tokens,
         "logprobs": sampling.logprobs,
     }
