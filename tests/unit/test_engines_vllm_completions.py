@@ -296,6 +296,22 @@ def test_completion_that_ended_by_itself_is_taken(reason: str) -> None:
     assert read_completion(choice(finish_reason=reason), GROUP, SAMPLING).token_ids == [7, 8]
 
 
+@pytest.mark.parametrize("extra", [{}, {"max_tokens": 3}])
+def test_completion_that_is_shorter_than_asked_for_is_refused(extra: dict[str, Any]) -> None:
+    """A server with max_new_tokens in --override-generation-config answers so, with HTTP 200."""
+    with pytest.raises(ValueError, match=f"cut off after 2 of {extra.get('max_tokens', 64)} tokens"):
+        read_completion(choice(finish_reason="length"), GROUP, replace(SAMPLING, extra=extra), max_model_len=512)
+
+
+@pytest.mark.parametrize(("most", "max_model_len"), [(2, 512), (64, 5), (64, None)])
+def test_completion_that_has_all_of_its_tokens_or_fills_the_context_is_taken(
+    most: int, max_model_len: int | None
+) -> None:
+    asked = replace(SAMPLING, max_tokens=most)
+    found = read_completion(choice(finish_reason="length"), GROUP, asked, max_model_len=max_model_len)
+    assert found.token_ids == [7, 8]
+
+
 @pytest.mark.parametrize("reason", ["abort", "error", None])
 def test_completion_that_was_cut_off_by_the_server_is_refused(reason: str | None) -> None:
     with pytest.raises(ValueError, match=f"a completion ended with finish_reason={reason!r}"):

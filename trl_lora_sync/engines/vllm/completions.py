@@ -66,8 +66,13 @@ def sampling_fields(sampling: Sampling, count: int) -> dict[str, Any]:
     return fields | dict(sampling.extra)
 
 
-def read_completion(choice: dict[str, Any], group: PromptGroup, sampling: Sampling) -> Completion:
+def read_completion(
+    choice: dict[str, Any], group: PromptGroup, sampling: Sampling, *, max_model_len: int | None = None
+) -> Completion:
     """Check one choice and bring it into the shape TRL expects.
+
+    Args:
+        max_model_len: the server's longest prompt plus completion, if known.
 
     Raises:
         ValueError: with the reason why it cannot be trained on.
@@ -83,6 +88,14 @@ def read_completion(choice: dict[str, Any], group: PromptGroup, sampling: Sampli
         raise ValueError("a completion came back without the token ids of its prompt, which vLLM always sends")
     if not isinstance(group.prompt, str) and prompt_ids != group.prompt:
         raise ValueError("a completion belongs to another prompt")
+    most = sampling.extra.get("max_tokens") or sampling.max_tokens
+    is_full = max_model_len is None or len(prompt_ids) + len(token_ids) >= max_model_len
+    # Source: `override_max_tokens` in vllm/entrypoints/openai/completion/serving.py (0.22 to 0.32).
+    if choice["finish_reason"] == "length" and len(token_ids) < most and not is_full:
+        raise ValueError(
+            f"a completion was cut off after {len(token_ids)} of {most} tokens. The server was started with a smaller "
+            "max_new_tokens, in --override-generation-config or in the folder of --generation-config; start it without"
+        )
     logprobs = logprob_token_ids = None
     if sampling.logprobs is not None:
         logprobs, logprob_token_ids = read_logprobs(choice["logprobs"], token_ids)

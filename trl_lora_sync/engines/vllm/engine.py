@@ -629,7 +629,11 @@ class VLLMEngine(ServerEngine):
             shared = {"prompt_token_ids": content.get("prompt_token_ids")}
             # `index` counts through all choices, in the order of the prompts (openai/completion/serving.py, 0.31).
             choices = sorted((shared | choice for choice in content["choices"]), key=lambda choice: choice["index"])
-            found = [read_completion(choice, groups[place // count], sampling) for place, choice in enumerate(choices)]
+            longest = self._capabilities.max_model_len if self._capabilities else None
+            found = [
+                read_completion(choice, groups[place // count], sampling, max_model_len=longest)
+                for place, choice in enumerate(choices)
+            ]
         except (KeyError, IndexError, TypeError, ValueError) as error:
             raise self._untrainable(error) from error
         if len(found) != len(groups) * count:
