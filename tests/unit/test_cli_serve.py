@@ -346,6 +346,46 @@ def test_vllm_combination_that_breaks_is_refused(extra: list[str], words: str) -
         launch("0.31.0", *extra)
 
 
+STORE = "LMCacheConnectorV1"
+
+
+@pytest.mark.parametrize("is_fused", [False, True])
+@pytest.mark.parametrize(
+    ("version", "extra", "named"),
+    [
+        ("0.31.0", ["--kv-transfer-config", f'{{"kv_connector":"{STORE}","kv_role":"kv_both"}}'], STORE),
+        # vLLM takes the parts of an object in flags.
+        ("0.31.0", ["--kv-transfer-config.kv_connector", STORE, "--kv-transfer-config.kv_role=kv_both"], STORE),
+        ("0.31.0", [f"--kv_transfer_config.kv_connector={STORE}"], STORE),
+        ("0.31.0", ["--kv-transfer-config", '{"kv_connector":"HF3FSKVConnector"}'], "HF3FSKVConnector"),
+        ("0.31.0", ["--kv-transfer-config", '{"kv_connector":"FlexKVConnectorV1"}'], "FlexKVConnectorV1"),
+        ("0.22.1", ["--kv-offloading-size", "8", "--kv-offloading-backend=lmcache"], "--kv-offloading-backend lmcache"),
+    ],
+)
+def test_vllm_store_without_the_adapter_in_its_keys_is_refused(
+    version: str, extra: list[str], named: str, is_fused: bool
+) -> None:
+    with pytest.raises(UsageError, match=f"^{named} cannot be used: the keys of that cache lack the adapter"):
+        launch(version, *extra, is_fused=is_fused)
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        ["--kv-transfer-config", '{"kv_connector":"LMCacheMPConnector","kv_role":"kv_both"}'],
+        ["--kv-offloading-size", "8", "--kv-offloading-backend", "lmcache"],
+        ["--kv-offloading-size", "8"],
+    ],
+)
+def test_vllm_store_with_the_adapter_or_its_salt_in_its_keys_is_allowed(extra: list[str]) -> None:
+    assert launch("0.31.0", *extra).command[-len(extra) :] == tuple(extra)
+
+
+def test_vllm_file_of_arguments_gets_a_note_that_it_is_not_checked() -> None:
+    assert any("--config is not read here" in note for note in launch("0.31.0", "--config", "vllm.yaml").notes)
+    assert not any("--config" in note for note in launch("0.31.0").notes)
+
+
 def test_vllm_with_fused_serving_gets_the_worker_and_the_routes_and_no_lora() -> None:
     found = launch("0.31.0", supports_push=True, is_fused=True)
     assert found.env == {}

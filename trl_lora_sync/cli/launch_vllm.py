@@ -20,8 +20,11 @@ from trl_lora_sync.engines.vllm.spec import VLLM
 from trl_lora_sync.origin import install_command
 
 RUNTIME_LORA = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
-# Source: vllm#56643 and vllm#53495; read in 0.31.
-_STORES_WITHOUT_ADAPTERS = ("LMCacheConnectorV1", "ExampleConnector")
+# Source: vllm#56643 and vllm#53495; `_compute_prefix_hash` in kv_connector/v1/hf3fs/hf3fs_connector.py, 0.31; and
+# `_get_match` in flexkv/integration/vllm/vllm_v1_adapter.py of FlexKV.
+_STORES_WITHOUT_ADAPTERS = ("LMCacheConnectorV1", "ExampleConnector", "HF3FSKVConnector", "FlexKVConnectorV1")
+# Below, `--kv-offloading-backend lmcache` is LMCacheConnectorV1. Source: vllm#42865; read in 0.22 and 0.23.
+_LMCACHE_APART_FROM = Version("0.23")
 # vLLM 0.22 to 0.25 may serve running requests from the wrong slot after a load with two slots or more.
 # Source: `set_adapter_mapping` in vllm/lora/model_manager.py, fixed in 0.26.
 _ONE_SLOT_BELOW = Version("0.26")
@@ -37,7 +40,7 @@ def plan_vllm(installed: Installed, request: ServerRequest, environ: Mapping[str
     given.check_port(request)
     # First, as the checks depend on the choice.
     request = _with_quick_load(installed, request, given)
-    _check_vllm(given, request, environ)
+    _check_vllm(installed, given, request, environ)
     _check_plugins(installed, request)
     notes: list[str] = []
     on_cpu = installed.is_cpu_build(environ)
@@ -130,6 +133,8 @@ def plan_vllm(installed: Installed, request: ServerRequest, environ: Mapping[str
             f"with it: {install_command(installed.python, has_pip=installed.has_pip)}"
         )
     notes += key_notes(given, "; export VLLM_API_KEY instead of --api-key." if has_key else ".")
+    if given.has("--config"):
+        notes.append("the file of --config is not read here, so nothing in it is checked.")
     command = [*_vllm_program(installed, request.model), *given.missing(flags)]
     wanted = {
         MIDDLEWARE: request.supports_push,
@@ -177,7 +182,9 @@ def _check_plugins(installed: Installed, request: ServerRequest) -> None:
         )
 
 
-def _check_vllm(given: EngineArguments, request: ServerRequest, environ: Mapping[str, str]) -> None:
+def _check_vllm(
+    installed: Installed, given: EngineArguments, request: ServerRequest, environ: Mapping[str, str]
+) -> None:
     servers = given.number("--api-server-count", "-asc", default=1)
     if servers > 1:
         raise UsageError(
@@ -202,11 +209,14 @@ def _check_vllm(given: EngineArguments, request: ServerRequest, environ: Mapping
             "VLLM_SKIP_MODEL_NAME_VALIDATION is set: a request for an adapter that is not there would be answered by "
             "the base model, silently. Unset it."
         )
-    stores = given.get("--kv-transfer-config") or ""
-    if found := [name for name in _STORES_WITHOUT_ADAPTERS if name in stores]:
+    # As JSON, or a part of it in a flag such as `--kv-transfer-config.kv_connector`.
+    stores = [name for name in _STORES_WITHOUT_ADAPTERS if any(name in typed for typed in request.extra)]
+    if given.get("--kv-offloading-backend") == "lmcache" and installed.parsed() < _LMCACHE_APART_FROM:
+        stores = ["--kv-offloading-backend lmcache"]
+    if stores:
         raise UsageError(
-            f"--kv-transfer-config with {found[0]} cannot be used: the keys of its cache lack the adapter, so a "
-            "version would be computed from what another one has left there. Leave it out, or use LMCacheMPConnector."
+            f"{stores[0]} cannot be used: the keys of that cache lack the adapter, so a version would be computed from "
+            "what another one has left there. Leave it out, or use LMCacheMPConnector."
         )
     if request.is_fused:
         return  # any rank, and any number of versions
