@@ -109,6 +109,10 @@ def test_connect_notices_logprobs_that_ignore_the_temperature(serve: Serve) -> N
         ({"version": "0.5.19", "hicache_storage_backend": "file"}, "--hicache-storage-backend.*upgrade it"),
         ({"version": "0.5.20", "enable_lmcache": True}, "--enable-lmcache.*upgrade it"),
         ({"preferred_sampling_params": {"min_new_tokens": 5, "top_k": 20}}, "which sets min_new_tokens:"),
+        (
+            {"speculative_algorithm": "NGRAM", "speculative_accept_threshold_acc": 0.8},
+            "--speculative-accept-threshold-single or -acc below 1",
+        ),
     ],
 )
 def test_connect_refuses_a_server_that_cannot_work_and_names_what_to_change(

@@ -321,6 +321,20 @@ def test_a_request_that_cannot_fit_is_not_sent(serve: Serve) -> None:
     assert engine.generate("/models/tiny-qwen3", [group], sampling(max_tokens=4), soon())
 
 
+@pytest.mark.parametrize(
+    "fields", [{"min_p": 0.1}, {"repetition_penalty": 1.1}, {"extra": {"presence_penalty": 0.5}}], ids=str
+)
+def test_what_a_speculating_server_would_ignore_is_not_sent(serve: Serve, fields: dict[str, Any]) -> None:
+    group = PromptGroup(prompt=PROMPT, count=1)
+    fake, engine = serve(speculative_algorithm="NGRAM")
+    with pytest.raises(GenerationError, match=r"--speculative-algorithm.*(min_p|_penalty).*`trl-lora-sync serve"):
+        engine.generate("/models/tiny-qwen3", [group], sampling(**fields), soon())
+    assert fake.bodies("/generate") == []
+    assert engine.generate("/models/tiny-qwen3", [group], sampling(), soon())
+    _, plain = serve()
+    assert plain.generate("/models/tiny-qwen3", [group], sampling(**fields), soon())
+
+
 def test_seeds_are_sent_only_where_the_server_would_choose_the_same_one(serve: Serve) -> None:
     groups = [PromptGroup(prompt=PROMPT, count=3)]
     for deterministic in (False, True):

@@ -52,6 +52,7 @@ _ADMIN_ROUTES = {
 _REPORTED = (
     "model_path", "dtype", "tp_size", "dp_size", "tokenizer_worker_num", "hicache_storage_backend", "enable_lmcache",
     "max_loras_per_batch", "max_loaded_loras", "enable_memory_saver", "enable_deterministic_inference", "version",
+    "speculative_algorithm", "speculative_accept_threshold_single", "speculative_accept_threshold_acc",
 )  # fmt: skip
 _POLL_S = 0.02
 

@@ -69,6 +69,9 @@ class ServerArgs:
     preferred_sampling_params: dict[str, Any] | None = None
     hicache_storage_backend: str | None = None
     enable_lmcache: bool = False
+    speculative_algorithm: str | None = None  # only reported, as the next two
+    speculative_accept_threshold_single: float = 1.0
+    speculative_accept_threshold_acc: float = 1.0
     return_original_logprob: bool = False  # SGLANG_RETURN_ORIGINAL_LOGPROB=1
     model_path: str = "/models/tiny-qwen3"
     served_model_name: str | None = None

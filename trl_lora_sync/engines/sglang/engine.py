@@ -71,6 +71,8 @@ _NOT_FOUND_WORDS = (
 _DTYPES = {
     "half": "float16", "float16": "float16", "bfloat16": "bfloat16", "float": "float32", "float32": "float32"
 }  # fmt: skip
+# What is not applied to each token of a draft, with the values that switch it off.
+_INEXACT = {"min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
 _NEVER_LOADED = "trl-lora-sync-probe"
 # Ids that every vocabulary has.
 _WARM_UP_PROMPT = [0, 1, 2, 3]
@@ -379,6 +381,7 @@ class SGLangEngine(SGLangServer):
                     params["sampling_seed"] = self._seeds.getrandbits(31)
                 # With all tokens of its images, as the model's context has to hold them.
                 self._check_length(prompt_ids, params)
+                self._check_exact(params)
                 samples.append(Sample(prompt_ids, sent_ids, images, params))
         return samples
 
@@ -394,6 +397,18 @@ class SGLangEngine(SGLangServer):
                 f"the context of {longest} tokens at {self.base_url}. Lower max_completion_length, shorten the "
                 f"prompts, or restart the server with "
                 f"{restart_command(self, is_local=self._is_local, engine_options=['--context-length', str(wanted)])}."
+            )
+
+    def _check_exact(self, params: dict[str, Any]) -> None:
+        """Refuse what SGLang ignores, or applies to the first token of a draft only, when it speculates.
+
+        Source: `_sampling_verify` and `verify` in srt/speculative/ngram_info.py; the only algorithm that it allows with
+        adapters (server_args.py).
+        """
+        if self._speculates and (changed := [name for name, off in _INEXACT.items() if params.get(name, off) != off]):
+            raise GenerationError(
+                f"{self.base_url} was started with --speculative-algorithm, with which SGLang does not apply "
+                f"{', '.join(changed)} to every token. Restart it with {self._serve_command()}, or leave these out."
             )
 
     async def _check_samples(self, samples: Sequence[Sample], deadline: Deadline) -> None:

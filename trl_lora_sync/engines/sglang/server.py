@@ -42,6 +42,7 @@ class SGLangServer(ServerEngine):
         self._admin_key = APIKey(_ADMIN_KEY_VARIABLE)
         self._version = _OLDEST
         self._has_memory_saver = False
+        self._speculates = False
         self._is_paused = False
         self._is_released = False
         self._loaded_at_release: set[str] = set()
@@ -98,6 +99,16 @@ class SGLangServer(ServerEngine):
                     "computed from what another one has left there",
                     f"Restart it with {self._serve_command()}, or upgrade it",
                 )
+        self._speculates = bool(server.get("speculative_algorithm"))
+        # Below 1, a draft is taken that the model would have drawn less often (`_sampling_verify` in
+        # srt/speculative/ngram_info.py).
+        thresholds = [server.get(f"speculative_accept_threshold_{kind}", 1.0) for kind in ("single", "acc")]
+        if self._speculates and any(isinstance(one, float | int) and one < 1.0 for one in thresholds):
+            raise self._setup_error(
+                "was started with --speculative-accept-threshold-single or -acc below 1",
+                "it takes drafts that the policy would not have sampled so often",
+                f"Restart it with {self._serve_command()}",
+            )
         preferred = _json_fields(model.get("preferred_sampling_params"))
         # What is sent with each request takes precedence.
         if added := sorted(preferred - sampling_params(Sampling.unrestricted(max_tokens=1, logprobs=None), 0).keys()):
