@@ -399,6 +399,22 @@ def test_a_sample_that_was_aborted_in_the_queue_is_not_taken_for_another_prompts
         read_completion(cut_off, PROMPT, sampling(logprobs=0))
 
 
+@pytest.mark.parametrize("extra", [{}, {"max_new_tokens": 3}])
+def test_a_completion_that_is_shorter_than_asked_for_is_refused(extra: dict[str, Any]) -> None:
+    """A server whose KV cache is smaller than its context answers so, with HTTP 200."""
+    asked = sampling(logprobs=0, max_tokens=6, extra=extra)
+    with pytest.raises(ValueError, match=f"cut off after 1 of {extra.get('max_new_tokens', 6)} tokens"):
+        read_completion(answer(), PROMPT, asked, max_model_len=512)
+
+
+@pytest.mark.parametrize(("most", "max_model_len"), [(1, 512), (6, len(PROMPT) + 3), (6, None)])
+def test_a_completion_that_has_all_of_its_tokens_or_fills_the_context_is_taken(
+    most: int, max_model_len: int | None
+) -> None:
+    found = read_completion(answer(), PROMPT, sampling(logprobs=0, max_tokens=most), max_model_len=max_model_len)
+    assert found.token_ids == [7]
+
+
 def test_a_prompt_that_is_repeated_must_be_the_one_that_was_sent() -> None:
     read_completion(answer() | {"prompt_token_ids": PROMPT}, PROMPT, sampling(logprobs=0))
     with pytest.raises(ValueError, match="another prompt"):

@@ -51,12 +51,18 @@ def sampling_params(sampling: Sampling, sample: int) -> dict[str, Any]:
 
 
 def read_completion(
-    answer: dict[str, Any], prompt_ids: list[int], sampling: Sampling, *, must_echo: bool = False
+    answer: dict[str, Any],
+    prompt_ids: list[int],
+    sampling: Sampling,
+    *,
+    must_echo: bool = False,
+    max_model_len: int | None = None,
 ) -> Completion:
     """Check one answer and bring it into the shape TRL expects.
 
     Args:
         must_echo: whether the answer must have the prompt.
+        max_model_len: the server's longest prompt plus completion, if known.
 
     No version names the adapter in its answer. All give the length of the prompt, unless the sample was aborted in the
     queue, and newer ones the prompt itself.
@@ -76,6 +82,15 @@ def read_completion(
     if length != len(prompt_ids) or (echo is not None and echo != prompt_ids):
         raise ValueError(
             f"a completion belongs to another prompt (prompt_tokens={length!r}, where {len(prompt_ids)} were sent)"
+        )
+    most = sampling.extra.get("max_new_tokens") or sampling.max_tokens
+    # It ends a completion two tokens before the end of its context, and of a KV cache that is smaller, without an error
+    # (`init_req_max_new_tokens` in srt/managers/scheduler.py).
+    is_full = max_model_len is None or len(prompt_ids) + len(token_ids) >= max_model_len - 2
+    if reason["type"] == "length" and len(token_ids) < most and not is_full:
+        raise ValueError(
+            f"a completion was cut off after {len(token_ids)} of {most} tokens. The KV cache of the server holds no "
+            "longer sequence; give it more memory (--mem-fraction-static), or lower max_completion_length"
         )
     if reason.get("matched") == "NaN happened":
         raise ValueError("the server sampled from NaN; look for its cause in the adapter or in the server's log")

@@ -457,10 +457,11 @@ class SGLangEngine(SGLangServer):
         answers = await self._sample(body, lora_path, deadline)
         if len(answers) != len(samples):
             raise self._wrong_count(len(answers), len(samples))
+        longest = self.capabilities.max_model_len
         try:
             with collector_paused():
                 return [
-                    read_completion(answer, one.prompt_ids, sampling, must_echo=bool(images))
+                    read_completion(answer, one.prompt_ids, sampling, must_echo=bool(images), max_model_len=longest)
                     for answer, one in zip(answers, samples, strict=True)
                 ]
         except (KeyError, IndexError, TypeError, ValueError) as error:
