@@ -339,6 +339,12 @@ def test_pushed_to_sglang_is_refused_as_it_takes_tensors_as_it_is() -> None:
         (["--max-lora-rank", "8"], "below the adapter's rank 12. Leave it out, or give 16"),
         (["--max-cpu-loras", "2"], "too few"),
         (["--api-server-count", "two"], "two is not a whole number"),
+        (
+            ["--speculative-config", '{"method":"ngram","rejection_sample_method": "synthetic"}'],
+            "rejection_sample_method=synthetic cannot be used",
+        ),
+        (["--speculative-config.rejection_sample_method=synthetic"], "method=synthetic cannot be used"),
+        (["--speculative-config.rejection_sample_method", "synthetic"], "method=synthetic cannot be used"),
     ],
 )
 def test_vllm_combination_that_breaks_is_refused(extra: list[str], words: str) -> None:

@@ -209,6 +209,13 @@ def _check_vllm(
             "VLLM_SKIP_MODEL_NAME_VALIDATION is set: a request for an adapter that is not there would be answered by "
             "the base model, silently. Unset it."
         )
+    # In JSON, or in a flag such as `--speculative-config.rejection_sample_method`. For benchmarks: it takes drafts at a
+    # rate that is given (`RejectionSampleMethod` in vllm/config/speculative.py, 0.22 to 0.32).
+    if any(typed.rpartition("=")[2] == "synthetic" or '"synthetic"' in typed for typed in request.extra):
+        raise UsageError(
+            "rejection_sample_method=synthetic cannot be used: completions would have tokens of the draft model that "
+            "the policy would not have sampled. Leave it out."
+        )
     # As JSON, or a part of it in a flag such as `--kv-transfer-config.kv_connector`.
     stores = [name for name in _STORES_WITHOUT_ADAPTERS if any(name in typed for typed in request.extra)]
     if given.get("--kv-offloading-backend") == "lmcache" and installed.parsed() < _LMCACHE_APART_FROM:
