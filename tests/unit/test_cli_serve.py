@@ -387,6 +387,12 @@ def test_vllm_store_with_the_adapter_or_its_salt_in_its_keys_is_allowed(extra: l
     assert launch("0.31.0", *extra).command[-len(extra) :] == tuple(extra)
 
 
+def test_vllm_reasoning_parser_gets_a_note_about_the_regular_expression() -> None:
+    words = "only to what follows the reasoning"
+    assert any(words in note for note in launch("0.31.0", "--reasoning-parser", "qwen3").notes)
+    assert not any(words in note for note in launch("0.31.0").notes)
+
+
 def test_vllm_file_of_arguments_gets_a_note_that_it_is_not_checked() -> None:
     assert any("--config is not read here" in note for note in launch("0.31.0", "--config", "vllm.yaml").notes)
     assert not any("--config" in note for note in launch("0.31.0").notes)

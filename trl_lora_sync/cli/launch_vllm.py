@@ -133,6 +133,12 @@ def plan_vllm(installed: Installed, request: ServerRequest, environ: Mapping[str
             f"with it: {install_command(installed.python, has_pip=installed.has_pip)}"
         )
     notes += key_notes(given, "; export VLLM_API_KEY instead of --api-key." if has_key else ".")
+    if given.has("--reasoning-parser"):
+        # Source: `_get_constraint_start` in vllm/v1/structured_output/__init__.py, 0.31.
+        notes.append(
+            "with --reasoning-parser, vLLM applies vllm_structured_outputs_regex only to what follows the reasoning. "
+            "Leave it out to have whole completions constrained."
+        )
     if given.has("--config"):
         notes.append("the file of --config is not read here, so nothing in it is checked.")
     command = [*_vllm_program(installed, request.model), *given.missing(flags)]
