@@ -480,6 +480,12 @@ def test_vllm_that_would_answer_for_missing_adapters_is_refused() -> None:
         launch("0.31.0", env={"VLLM_SKIP_MODEL_NAME_VALIDATION": "1"})
 
 
+def test_vllm_with_its_rust_server_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"^VLLM_USE_RUST_FRONTEND is set: "):
+        launch("0.31.0", env={"VLLM_USE_RUST_FRONTEND": "1"})
+    assert launch("0.31.0", env={"VLLM_USE_RUST_FRONTEND": "0"})
+
+
 def test_rank_beyond_vllm_is_refused() -> None:
     with pytest.raises(UsageError, match="up to 512"):
         launch("0.31.0", lora_rank=513)

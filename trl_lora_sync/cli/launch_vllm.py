@@ -210,6 +210,12 @@ def _check_vllm(
             f"--logprobs-mode {mode} cannot be used: TRL compares log-probabilities after the temperature with its "
             "own, so its importance ratios would be wrong. Leave it out."
         )
+    # Source: `validate_request_compat` in rust/src/server/src/routes/openai/completions/validate.rs of vLLM.
+    if is_on(environ, "VLLM_USE_RUST_FRONTEND"):
+        raise UsageError(
+            "VLLM_USE_RUST_FRONTEND is set: vLLM's Rust server refuses several samples of a prompt, and has no routes "
+            "of this package. Unset it."
+        )
     if is_on(environ, "VLLM_SKIP_MODEL_NAME_VALIDATION"):
         raise UsageError(
             "VLLM_SKIP_MODEL_NAME_VALIDATION is set: a request for an adapter that is not there would be answered by "
