@@ -733,6 +733,28 @@ def test_metrics_that_are_not_to_be_had_are_not_needed(status: int, metrics: str
     assert engine.adapters_ran_at(Deadline.after(30, "Asking")) is None
 
 
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_samples_that_replicas_share_get_seeds_which_all_differ(replicas: int, engine_at: Any) -> None:
+    """All replicas begin with one seed, and drew the same samples of a prompt."""
+    page = WITH_LORA + "".join(f'vllm:num_requests_running{{engine="{one}"}} 0.0\n' for one in range(replicas))
+
+    def answer(request: Request) -> None:
+        if request.path == "/v1/completions" and request.body["model"] == MODEL:
+            request.send(200, completions(request))
+        else:
+            vllm_server(request, BAD_REQUEST, page)
+
+    engine, server = engine_at(answer)
+    engine.connect(Deadline.after(20, "Connecting"))
+    groups = [PromptGroup(prompt=[1, 5], count=2)] * 70
+    for sampling in (SAMPLING, replace(SAMPLING, extra={"seed": 7})):
+        engine.generate(MODEL, groups, sampling, Deadline.after(20, "Generation"))
+    seeds = [request.body.get("seed") for request in server.requests if request.body and "n" in request.body]
+    chosen = [seed for seed in seeds if seed not in (7, None)]
+    assert len(set(chosen)) == len(chosen) == (70 if replicas > 1 else 0)
+    assert seeds.count(7) > 0
+
+
 # Scoring
 
 

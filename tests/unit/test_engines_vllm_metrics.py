@@ -60,3 +60,9 @@ def test_a_page_without_the_engine_tells_nothing() -> None:
     assert read_metrics(IDLE).is_told
     assert not read_metrics(IDLE).has_lora
     assert read_metrics(IDLE + HELP).has_lora
+
+
+def test_each_replica_is_counted_once() -> None:
+    assert read_metrics("").replicas == 0
+    assert read_metrics(IDLE).replicas == 1
+    assert read_metrics(IDLE + BUSY.replace('engine="0"', 'engine="1"')).replicas == 2

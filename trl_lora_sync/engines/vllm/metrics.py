@@ -26,6 +26,7 @@ class VLLMMetrics:
         max_loras: how many adapters one batch can have; None if unknown.
         adapters_ran_at: when a request for an adapter last ran or waited, on the server's clock; infinity while one
             does, and 0 if none ever did.
+        replicas: how many engines are behind it, with --data-parallel-size; 0 if unknown.
     """
 
     is_told: bool
@@ -33,6 +34,7 @@ class VLLMMetrics:
     is_cpu_build: bool | None
     max_loras: int | None
     adapters_ran_at: float
+    replicas: int
 
 
 def read_metrics(page: str) -> VLLMMetrics:
@@ -53,6 +55,7 @@ def read_metrics(page: str) -> VLLMMetrics:
         max_loras=next((int(labels["max_lora"]) for _, labels in used if labels.get("max_lora", "").isdecimal()), None),
         # The last sample stays when the engine has nothing more to do.
         adapters_ran_at=math.inf if is_busy and _names_adapter(now) else ran_at,
+        replicas=len({labels.get("engine") for name, labels, _ in samples if name in _REQUESTS}),
     )
 
 
