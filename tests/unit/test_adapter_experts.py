@@ -276,6 +276,23 @@ def test_an_adapter_that_fits_no_base_has_both_matrices_of_one_expert() -> None:
     }
 
 
+def test_experts_that_compute_with_another_adapter_as_well_are_refused() -> None:
+    """The server got one of the two, as only layers of other modules were checked for that."""
+    model, reader = trained("qwen3"), AdapterReader(proves_groups=True)
+    model.add_adapter("other", LoraConfig(r=3, target_modules=ATTENTION, target_parameters=BOTH))
+    model.set_adapter("default")
+    reader.linears(model)
+    reader.check()
+    experts = experts_of_layer_0(model)
+    for active in (["default", "other"], "other"):
+        experts.set_adapter(active)
+        for refused in (reader.check, lambda: read(model)):
+            with pytest.raises(UnsupportedAdapterError, match=r"experts\.\w+' .* has other active adapters"):
+                refused()
+    model.set_adapter("default")
+    read(model)
+
+
 def test_an_initialisation_that_changes_the_base_is_refused_for_experts() -> None:
     fields: dict[str, Any] = {"target_modules": ATTENTION, "target_parameters": BOTH}
     check_model(base_model("qwen3"), LoraConfig(**fields), proves_groups=True)

@@ -62,6 +62,7 @@ class ExpertLayer:
         path: of the module of all experts, as the server calls it.
         parameter: which one of its parameters.
         matrices: the modules that hold `lora_A` and `lora_B`.
+        is_active: whether the model computes with this adapter alone, as far as the model itself knows.
     """
 
     path: str
@@ -70,6 +71,7 @@ class ExpertLayer:
     adapter_name: str
     family: Family
     matrices: tuple[Any, Any]
+    is_active: bool
 
     @property
     def experts(self) -> int:
@@ -92,6 +94,9 @@ class ExpertLayer:
             return "is merged into the base weights at the moment (call model.unmerge_adapter() first)"
         if self.layer.disable_adapters:
             return "is disabled at the moment (call model.enable_adapter_layers() first)"
+        # A call of the layer's own `set_adapter` leaves the model's name as it was.
+        if self.is_active and list(self.layer.active_adapters) != [self.adapter_name]:
+            return f"has other active adapters at the moment (call model.set_adapter({self.adapter_name!r}) first)"
         return None
 
     @property

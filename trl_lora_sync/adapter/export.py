@@ -639,6 +639,7 @@ def _find_experts(model: Any, adapter_name: str, adapted: Mapping[str, Any], ser
                 adapter_name=adapter_name,
                 family=family,
                 matrices=matrices,
+                is_active=_is_active(model, adapter_name),
             )
         )
     return layers
