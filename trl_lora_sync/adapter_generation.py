@@ -429,11 +429,10 @@ class AdapterGeneration(VLLMGeneration):  # type: ignore[misc]
             # The numbers of process 0 everywhere, so that all processes judge alike.
             mine = scores
             scores = run_on_main(self.accelerator, lambda: mine)
-        # An initialisation has taken the initial adapter out of these layers, and servers load the difference to it. Or
-        # samples come from the trainer's own weights of these layers, whatever the checkpoint holds.
-        changed = self.reader.scaled_layers if self._initial or self._samples_trained_base else ()
+        # Then samples come from the trainer's own weights of these layers, whatever the checkpoint holds.
+        changed = self.reader.scaled_layers if self._samples_trained_base else ()
         return TrainedBase(
-            change=change_from_checkpoint(model, changed),
+            change=change_from_checkpoint(model, changed, self.reader.initial()),
             name=model.active_peft_config.base_model_name_or_path,
             vocab_size=getattr(model.config.get_text_config(), "vocab_size", None),
             scores=scores,

@@ -12,6 +12,7 @@ from peft.tuners.lora.config import CordaConfig
 from torch import Tensor, nn
 
 from trl_lora_sync import export_adapter
+from trl_lora_sync.adapter.base_drift import change_from_checkpoint
 from trl_lora_sync.adapter.export import AdapterReader, read_adapter, remember_initial_adapter
 from trl_lora_sync.adapter.flat import FlatBuffer
 from trl_lora_sync.adapter.saved import read_saved_adapter
@@ -279,6 +280,36 @@ def test_a_new_model_that_the_user_made_is_recognised_by_its_checkpoint(
 ) -> None:
     model = loaded(checkpoint, init=init, dtype=dtype)
     assert len(remember_initial_adapter(model, is_new=False)) == len(AdapterReader().linears(model))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("init", INITS)
+def test_a_base_that_lacks_more_than_the_initial_adapter_is_noticed(
+    init: str, dtype: torch.dtype, checkpoint: Path
+) -> None:
+    """A base that an earlier adapter was merged into was taken for the checkpoint's, as its layers were left out."""
+    model, reader = loaded(checkpoint, init=init, dtype=dtype, use_rslora=True), AdapterReader()
+    remember_initial_adapter(model, is_new=True)
+    reader.linears(model)
+    assert change_from_checkpoint(model, (), reader.initial()) == ""
+    train(model)
+    assert change_from_checkpoint(model, (), reader.initial()) == ""
+    model.get_base_model().model.layers[1].self_attn.q_proj.get_base_layer().weight.data *= 1.1
+    assert "base weights differ from the checkpoint" in change_from_checkpoint(model, (), reader.initial())
+
+
+@pytest.mark.parametrize("init", ["pissa", *CORDA_TRANSPOSED, *LORA_GA])
+def test_a_base_that_keeps_its_weights_transposed_is_compared_as_it_is(init: str, tmp_path: Path) -> None:
+    from transformers import GPT2LMHeadModel
+
+    base_model("gpt2").save_pretrained(tmp_path)
+    base = GPT2LMHeadModel.from_pretrained(tmp_path)
+    model, reader = new_model(init, base=base, target_modules=["c_attn", "c_fc"], fan_in_fan_out=True), AdapterReader()
+    remember_initial_adapter(model, is_new=True)
+    reader.linears(model)
+    assert change_from_checkpoint(model, (), reader.initial()) == ""
+    model.get_base_model().transformer.h[1].attn.c_attn.get_base_layer().weight.data *= 1.1
+    assert "base weights differ from the checkpoint" in change_from_checkpoint(model, (), reader.initial())
 
 
 def test_a_model_that_was_trained_elsewhere_is_refused(checkpoint: Path) -> None:

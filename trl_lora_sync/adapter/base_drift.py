@@ -8,7 +8,7 @@ import logging
 import math
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.nn import Parameter
 
+from trl_lora_sync.adapter.canonical import LoRAModule
 from trl_lora_sync.adapter.checkpoint import weight_files
 from trl_lora_sync.adapter.names import unwrapped_path
 from trl_lora_sync.module_tree import weight_of
@@ -86,7 +87,9 @@ class BaseDrift:
 
 
 @torch.no_grad()
-def change_from_checkpoint(model: "PeftModel", changed_layers: Collection[Any] = ()) -> str:
+def change_from_checkpoint(
+    model: "PeftModel", changed_layers: Collection[Any] = (), initial: Mapping[Any, LoRAModule] | None = None
+) -> str:
     """How the base of a model differs from the checkpoint that was loaded, and what to do.
 
     Of each matrix one row is compared, and of norms and biases all. The weight that is farthest counts. Empty where
@@ -95,6 +98,7 @@ def change_from_checkpoint(model: "PeftModel", changed_layers: Collection[Any] =
 
     Args:
         changed_layers: layers of PEFT whose base weights differ from the checkpoint's for a known reason.
+        initial: the adapter that an initialisation took out of the base weights, by layers of PEFT.
     """
     shares = dict[str, float]()
     found: defaultdict[Path, list[tuple[str, str, Any]]] = defaultdict(list)
@@ -102,6 +106,7 @@ def change_from_checkpoint(model: "PeftModel", changed_layers: Collection[Any] =
         files = weight_files(model.name_or_path, getattr(model.config, "_commit_hash", None))
         alike = _alike(files)
         left_out = {id(weight_of(layer.get_base_layer())) for layer in changed_layers}
+        taken = {id(weight_of(layer.get_base_layer())): (layer, one) for layer, one in (initial or {}).items()}
         for path, weight in model.get_base_model().named_parameters():
             if id(weight) in left_out or weight.requires_grad or not _is_plain(weight, least_dim=1):
                 continue
@@ -118,7 +123,8 @@ def change_from_checkpoint(model: "PeftModel", changed_layers: Collection[Any] =
                     # Read only then: FSDP may have made a vector of a large matrix.
                     if shape == list(ours.shape):
                         row = saved[:1][0] if is_matrix else saved[:]
-                        shares[name] = min(shares.get(name, _OTHER_ROW), _distance(ours.cpu(), row))
+                        added = _taken_out(*taken[id(weight)]) if id(weight) in taken else None
+                        shares[name] = min(shares.get(name, _OTHER_ROW), _distance(ours.cpu(), row, added))
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         logger.debug("The base weights are not compared with a checkpoint: %s", error)
     farthest = max((share for share in shares.values() if share < _OTHER_ROW), default=0.0)
@@ -149,11 +155,29 @@ def _within_layers(name: str) -> str:
     return within[0] if within else name
 
 
-def _distance(row: Tensor, saved: Tensor) -> float:
-    """How far a row is from the checkpoint's, as a share of the latter."""
+def _taken_out(layer: Any, initial: LoRAModule) -> tuple[Tensor, Tensor]:
+    """The first row of what an initialisation took out of a base weight, and the squares of its terms."""
+    lora_A, lora_B = initial.lora_A.cpu().float(), initial.lora_B.cpu().float() * initial.scaling
+    # Conv1D, such as GPT-2's, keeps its weight transposed.
+    left, right = (lora_A[:, 0], lora_B.T) if getattr(layer, "fan_in_fan_out", False) else (lora_B[0], lora_A)
+    return left @ right, left.square() @ right.square()
+
+
+def _distance(row: Tensor, saved: Tensor, added: tuple[Tensor, Tensor] | None) -> float:
+    """How far a row is from the checkpoint's, as a share of the latter.
+
+    Args:
+        added: see `_taken_out`; None if the row is whole.
+    """
     # Rounded as when it was loaded: in float16 small numbers lose most of their bits.
-    loaded = saved.to(row.dtype).float()
-    return float((row.float() - loaded).norm() / loaded.norm().clamp_min(torch.finfo().tiny))
+    loaded, row = saved.to(row.dtype).float(), row.float()
+    size = loaded.norm()
+    if added is not None:
+        # A term may be larger than the weight, and rounding moves each term by a share of that term. Twice their size,
+        # because these errors add up: OLoRA in bfloat16 would be 0.0057 of a row away (PEFT 0.21).
+        size = torch.maximum(size, 2 * (row.square() + added[1]).sum().sqrt())
+        row = row + added[0]
+    return float((row - loaded).norm() / size.clamp_min(torch.finfo().tiny))
 
 
 def _scales_of(weight: Any) -> Tensor | None:

@@ -244,6 +244,10 @@ class AdapterReader:
                 found.setdefault(group_of(one.path), {}).setdefault(one.path, ())
         return found
 
+    def initial(self) -> dict[Any, LoRAModule]:
+        """What an initialisation took out of the base weights, by PEFT's layers."""
+        return {one.layer: found for one in self._layers if (found := one.initial) is not None}
+
     def scalings(self) -> tuple[float, ...]:
         """Of all layers of the last `linears` at this moment, embeddings and experts included."""
         return tuple(float(layer.scaling[self._adapter_name]) for layer in self.scaled_layers)
