@@ -45,6 +45,13 @@ def test_every_field_and_accelerates_own_flags_go_where_they_belong(launched: li
     ]  # fmt: skip
 
 
+def test_configuration_of_accelerate_may_be_typed_with_an_equals_sign(launched: list[Any], tmp_path: Path) -> None:
+    """accelerate refused it as unknown, after all lines of its usage. The command had taken it for one of TRL's."""
+    typed = ["--output_dir", str(tmp_path), "--use_cpu", "True", "--bf16", "False", "--accelerate_config=zero2"]
+    assert main(["grpo", *typed]) == 0
+    assert launched[0].config_file.endswith("zero2.yaml")
+
+
 @pytest.mark.parametrize("is_on", [True, False])
 def test_switch_of_accelerate_may_be_in_the_file(is_on: bool, launched: list[Any], tmp_path: Path) -> None:
     """TRL passes it on with its value, which accelerate took for the script."""

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from importlib import import_module, resources
+from itertools import chain
 from pathlib import Path
 from subprocess import CalledProcessError
 from typing import Annotated, Any
@@ -67,7 +68,9 @@ def run(
 ) -> None:
     """Launch the script of `trl_lora_sync.scripts` that has the command's name."""
     name = str(ctx.info_name)
-    arguments = [*(() if config is None else ("--config", config)), *ctx.args]
+    # TRL finds this flag only if its value is a separate word (1.16, cli/accelerate_config.py). accelerate lacks it.
+    words = [one.split("=", 1) if one.startswith("--accelerate_config=") else [one] for one in ctx.args]
+    arguments = [*(() if config is None else ("--config", config)), *chain(*words)]
     settings = {} if config is None else _read_config(config)
     with working("loading TRL and accelerate"):
         script = import_module(f"trl_lora_sync.scripts.{name}")
