@@ -230,7 +230,7 @@ def forget_last_sync(trainer: Any) -> None:
 
 def forget_batch(trainer: Any) -> None:
     """Make the trainer sample before it trains, also if an earlier training ended in the middle of a batch."""
-    # GOLD and IW-OPD count in the second of these, and the others in the first (1.16).
+    # IW-OPD counts in the second of these, and the others in the first (1.11 to 1.16).
     for name in ("_step", "_buffer_step"):
         if hasattr(trainer, name):
             setattr(trainer, name, 0)

@@ -4,6 +4,7 @@ Takes the place of TRL's own generation object and keeps its contract, on every 
 prompts go in and completions come out in the order of the rows.
 """
 
+import copy
 import json
 import logging
 import shlex
@@ -389,7 +390,8 @@ class LoRASyncGeneration(AdapterGeneration):
             logprobs=self.logprobs,
             regex=self.structured_outputs_regex,
             image_token_id=self._image_token_id(),
-            extra=self.generation_kwargs,
+            # A copy, as a callback may change it in place while a batch is sampled ahead with it.
+            extra=copy.deepcopy(self.generation_kwargs),
         )
 
     def close(self) -> None:

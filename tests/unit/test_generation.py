@@ -208,6 +208,29 @@ def test_a_batch_whose_end_was_interrupted_pins_no_version(tmp_path: Path) -> No
         generation.close()
 
 
+@pytest.mark.outside
+def test_a_sampling_field_that_is_changed_in_place_counts_for_the_batch_that_is_sampled_ahead(tmp_path: Path) -> None:
+    """That batch was sampled with the old value, or partly with the new one, and trained on without a warning."""
+    model, seen = make_model(tmp_path / "tiny"), []
+
+    def reward(completions: list[str], **kwargs: Any) -> list[float]:
+        seen.append(completions)
+        return mean_byte(completions)
+
+    class IsGreedyAfterwards(TrainerCallback):
+        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+            trainer.vllm_generation.generation_kwargs["top_k"] = 1
+
+    with in_memory_engines(model_path=model) as [engine]:
+        fields = {"lora_sync_overlap": 1, "generation_kwargs": {"top_k": 100}}
+        trainer = grpo_trainer(engine.base_url, model, tmp_path, reward_funcs=reward, max_steps=3, **fields)
+        trainer.add_callback(IsGreedyAfterwards())
+        trainer.train()
+    assert [len(set(completions)) > 1 for completions in seen] == [True, False, False]
+    logged = [entry["lora_sync/version_lag"] for entry in trainer.state.log_history if "lora_sync/version_lag" in entry]
+    assert logged == [0, 0, 1]
+
+
 def check_served_after(change: Callable[[Any], object], model: Any, folder: Path) -> None:
     """Train, change the adapters of the model, and train again, for which the server is checked again."""
     with in_memory_engines(model_path=folder / "model") as [engine]:
