@@ -452,7 +452,8 @@ def _kill(one: dict[str, Any]) -> str:
 
 SOAKS = {
     "vllm-0.31.0-cpu-soak": "vLLM, CPU",
-    "sglang-0.5.15-h200-soak": "SGLang, H200",
+    "sglang-0.5.15-h200-soak": "SGLang 0.5.15, H200",
+    "sglang-0.5.17-h200-soak": "SGLang 0.5.17, H200",
     "vllm-0.26.0-h200-sleep": "vLLM, H200, sleeping between syncs",
     "sglang-0.5.15-h200-sleep": "SGLang, H200, sleeping between syncs",
 }
