@@ -303,11 +303,19 @@ def test_completion_that_is_shorter_than_asked_for_is_refused(extra: dict[str, A
         read_completion(choice(finish_reason="length"), GROUP, replace(SAMPLING, extra=extra), max_model_len=512)
 
 
-@pytest.mark.parametrize(("most", "max_model_len"), [(2, 512), (64, 5), (64, None)])
+@pytest.mark.parametrize(
+    ("fields", "max_model_len"),
+    [
+        ({"max_tokens": 2}, 512),
+        ({"extra": {"max_completion_tokens": 2}}, 512),
+        ({"max_tokens": 64}, 5),
+        ({"max_tokens": 64}, None),
+    ],
+)
 def test_completion_that_has_all_of_its_tokens_or_fills_the_context_is_taken(
-    most: int, max_model_len: int | None
+    fields: dict[str, Any], max_model_len: int | None
 ) -> None:
-    asked = replace(SAMPLING, max_tokens=most)
+    asked = replace(SAMPLING, **fields)
     found = read_completion(choice(finish_reason="length"), GROUP, asked, max_model_len=max_model_len)
     assert found.token_ids == [7, 8]
 

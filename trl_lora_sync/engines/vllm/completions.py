@@ -88,7 +88,9 @@ def read_completion(
         raise ValueError("a completion came back without the token ids of its prompt, which vLLM always sends")
     if not isinstance(group.prompt, str) and prompt_ids != group.prompt:
         raise ValueError("a completion belongs to another prompt")
-    most = sampling.extra.get("max_tokens") or sampling.max_tokens
+    # The first is a name of the chat route alone.
+    given = (sampling.extra.get(name) for name in ("max_completion_tokens", "max_tokens"))
+    most = next(filter(None, given), sampling.max_tokens)
     is_full = max_model_len is None or len(prompt_ids) + len(token_ids) >= max_model_len
     # Source: `override_max_tokens` in vllm/entrypoints/openai/completion/serving.py (0.22 to 0.32).
     if choice["finish_reason"] == "length" and len(token_ids) < most and not is_full:
