@@ -475,9 +475,20 @@ def test_what_is_not_only_copied_is_left_to_the_engine(served: Served, caplog: p
     assert torch.equal(b, 2 * served.adapters[stored.name]["base_model.model.o.lora_B.weight"])
 
 
-def test_tensors_that_the_engine_ignores_keep_it_in_charge(served: Served, caplog: pytest.LogCaptureFixture) -> None:
-    served.add(served.write(1, R, BF16, "q", "k", "vision"))
-    assert "2 of 6 tensors are not in the slots, base_model.model.vision.lora_A.weight" in caplog.text
+def test_an_adapter_of_which_the_engine_ignores_a_part_is_refused(served: Served) -> None:
+    """vLLM loads it without an error, and a trial shows it only if the ignored part has a large effect."""
+    partial = served.write(1, R, BF16, "q", "k", "vision")
+    with pytest.raises(ValueError, match=r"ignores a part of the adapter: it has no LoRA for vision, .*vision\.lora_A"):
+        served.add(partial)
+    assert not served.is_listed(partial)
+    assert served.serves(served.write(2))
+
+
+def test_an_adapter_that_the_engine_ignores_as_a_whole_is_left_to_it(
+    served: Served, caplog: pytest.LogCaptureFixture
+) -> None:
+    served.add(served.write(1, R, BF16, "vision"))
+    assert "2 of 2 tensors are not in the slots, base_model.model.vision.lora_A.weight" in caplog.text
     assert served.writer.counts["written"] == 0
 
 

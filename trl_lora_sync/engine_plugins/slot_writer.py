@@ -47,7 +47,7 @@ from trl_lora_sync.engine_plugins.slot_layout import (
     find_boxes,
     read_digits,
 )
-from trl_lora_sync.engine_plugins.version_note import DAMAGED, NOTE_FILE, VersionNote, is_noted
+from trl_lora_sync.engine_plugins.version_note import DAMAGED, IGNORES, NOTE_FILE, VersionNote, is_noted
 
 # All versions of a run are of one kind, so this bounds what runs leave behind on a server that outlives them.
 _KINDS = 8
@@ -442,10 +442,11 @@ class SlotWriter:
         except Exception as error:  # whatever other layers and other versions of vLLM raise
             reason = _reason(error)
         try:
-            # Both steps are taken together with the other workers of the group, whatever happened here.
-            self._check_complete(found, spans)
+            # Taken together with the other workers of the group, whatever happened here.
             if not self._agree(found is not None):
                 raise _DoubtError("another worker of the group cannot write them")
+            assert found is not None
+            self._check_complete(found, spans)
         except _DoubtError as doubt:
             found, reason = None, reason or str(doubt)
         finally:
@@ -498,24 +499,31 @@ class SlotWriter:
         self._primed.update(dict.fromkeys(free, kind))
         return plan
 
-    def _check_complete(self, plan: _Plan | None, spans: dict[str, TensorSpan]) -> None:
+    def _check_complete(self, plan: _Plan, spans: dict[str, TensorSpan]) -> None:
         """Make sure that each element of the file is in a slot of some worker of the group.
 
         Raises:
-            _DoubtError: vLLM ignores some of them, or has them where they were not looked for.
+            ValueError: vLLM serves a part of the tensors and ignores the others.
+            _DoubtError: none is in a slot, or not all of one.
         """
         size = self._parts[0].element_size()
-        placed = torch.zeros(len(spans), dtype=torch.int64)
-        if plan is not None:
-            held = torch.zeros(self.stage.numel() // size, dtype=torch.bool, device=self._device)
-            for group in plan.groups:
-                for box in group:
-                    box.in_file(held).fill_(True)
-            placed = torch.stack([held[one.start // size : one.end // size].sum() for one in spans.values()]).cpu()
+        held = torch.zeros(self.stage.numel() // size, dtype=torch.bool, device=self._device)
+        for group in plan.groups:
+            for box in group:
+                box.in_file(held).fill_(True)
+        placed = torch.stack([held[one.start // size : one.end // size].sum() for one in spans.values()]).cpu()
         # As counts, which may exceed what is needed: some workers have the same elements.
         self._group.add_up(placed)
-        needed = [(one.end - one.start) // size for one in spans.values()]
-        missing = [name for name, has, needs in zip(spans, placed.tolist(), needed, strict=True) if has < needs]
+        has = dict(zip(spans, placed.tolist(), strict=True))
+        ignored = [name for name in spans if not has[name]]
+        # Of a group of modules that vLLM ignores as a whole, the trainer finds out by a trial, and has words for it.
+        if 0 < len(ignored) < len(spans):
+            modules = sorted({name.split(".")[-3] for name in ignored})
+            raise ValueError(
+                f"This server {IGNORES}it has no LoRA for {', '.join(modules)}, {ignored[0]} for one. If it was "
+                "started with --lora-target-modules, these have to be among them. Nothing was loaded."
+            )
+        missing = [name for name, one in spans.items() if has[name] < (one.end - one.start) // size]
         if missing:
             raise _DoubtError(f"{len(missing)} of {len(spans)} tensors are not in the slots, {missing[0]} for one")
 

@@ -19,6 +19,8 @@ NOTE_KEY = "lora_sync_note"
 version would pass for an adapter of another origin, with which nothing is compared. Engines and PEFT ignore the key."""
 DAMAGED = "is damaged: "
 """In the message with which a worker refuses a version that is not what the trainer sent."""
+IGNORES = "ignores a part of the adapter: "
+"""In the message with which a worker refuses a version of which it would not serve all."""
 
 _DIGEST_BYTES = 16
 

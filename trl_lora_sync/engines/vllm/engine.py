@@ -22,7 +22,7 @@ from packaging.version import InvalidVersion, Version
 from trl_lora_sync.adapter.store import StoredAdapter
 from trl_lora_sync.engine_plugins.collector import collector_paused
 from trl_lora_sync.engine_plugins.safetensors_file import CUT_OFF, DTYPES
-from trl_lora_sync.engine_plugins.version_note import DAMAGED, NOTE_FORM
+from trl_lora_sync.engine_plugins.version_note import DAMAGED, IGNORES, NOTE_FORM
 from trl_lora_sync.engine_plugins.vllm_quick_load import (
     ADAPTERS_HEADER,
     CHECKS_HEADER,
@@ -389,10 +389,10 @@ class VLLMEngine(ServerEngine):
                 f"{adapter.rank}. The server must reserve at least the adapter's rank. Restart it with "
                 f"{self._serve_command('--lora-rank', str(adapter.rank))}. The server answered: {message!r}"
             )
-        if "expected target modules" in message:
+        if "expected target modules" in message or IGNORES in message:
             return AdapterLayersError(
                 f"The vLLM server at {self.base_url} has no LoRA for some of the layers that are trained, or calls "
-                "them something else. Its answer lists both. If it serves the model that is being trained, name these "
+                "them something else. Its answer names them. If it serves the model that is being trained, name these "
                 f"layers in exclude_modules of the LoraConfig. The server answered: {message!r}"
             )
         refused = AdapterRejectedError(
