@@ -26,7 +26,7 @@ from sync_measure import measure, print_result
 from transformers.utils import logging as transformers_logging
 
 from trl_lora_sync.cli.console import UsageError
-from trl_lora_sync.cli.urls import checked_url
+from trl_lora_sync.cli.urls import checked_urls
 from trl_lora_sync.engines.vllm.spec import VLLM
 from trl_lora_sync.errors import LoRASyncError
 
@@ -97,7 +97,8 @@ def parse_args() -> argparse.Namespace:
     if args.model and not args.model.is_dir():
         parser.error(f"--model {args.model} is not a folder. Give the folder of the server's model.")
     try:
-        args.url = args.url and checked_url(args.url)
+        if args.url:
+            [args.url] = checked_urls(args.url)
     except UsageError as error:
         parser.error(str(error))
     if args.quick:

@@ -11,7 +11,6 @@ import trl
 from trl_lora_sync import _trl
 from trl_lora_sync.config import GRPOConfig, LoRASyncConfig, syncs_adapters, without_effect
 from trl_lora_sync.errors import UnsupportedSettingError
-from trl_lora_sync.module_tree import weight_of
 from trl_lora_sync.trl_checks import (
     check_arguments,
     check_built,
@@ -234,7 +233,7 @@ class LoRASyncTrainer:
         # These may give the optimizer other parameters than the model's. There is none if a user wrote the loop.
         if self.optimizer is None or self.accelerator.distributed_type.value in ("FSDP", "DEEPSPEED"):
             return
-        weights = [*map(weight_of, self.vllm_generation.reader.last_linears)]
+        weights = [linear.weight for linear in self.vllm_generation.reader.last_linears]
         optimized = {id(parameter) for group in self.optimizer.param_groups for parameter in group["params"]}
         if any(id(weight) in optimized for weight in weights):
             self._has_optimized = True

@@ -1215,7 +1215,8 @@ def test_servers_of_a_version_to_come_are_used_with_one_warning(
 
     assert warnings_of(caplog) == [
         "SGLang 0.6.0 is newer than 0.5.23, the last that adapter sync was written for. It passed every check and is "
-        f"used. Tested with SGLang 0.5.15. Look closer with: trl-lora-sync doctor {training.fakes[0].base_url}"
+        "used. Tested with SGLang 0.5.15 and 0.5.17. Look closer with: "
+        f"trl-lora-sync doctor {training.fakes[0].base_url}"
     ]
 
 
