@@ -518,7 +518,8 @@ class SlotWriter:
         ignored = [name for name in spans if not has[name]]
         # Of a group of modules that vLLM ignores as a whole, the trainer finds out by a trial, and has words for it.
         if 0 < len(ignored) < len(spans):
-            modules = sorted({name.split(".")[-3] for name in ignored})
+            # PEFT's name for one of two parameters of the experts has this part besides.
+            modules = sorted({name.replace(".base_layer", "").split(".")[-3] for name in ignored})
             raise ValueError(
                 f"This server {IGNORES}it has no LoRA for {', '.join(modules)}, {ignored[0]} for one. If it was "
                 "started with --lora-target-modules, these have to be among them. Nothing was loaded."
