@@ -10,12 +10,10 @@ from torch import nn
 
 _INDEX = "model.safetensors.index.json"
 # Of a configuration: how a model is loaded, run and saved, not what it computes. Tokens that were added show elsewhere.
-_NOT_COMPUTED = frozenset(
-    {
-        *("architectures", "dtype", "name_or_path", "_name_or_path", "quantization_config", "torch_dtype"),
-        *("transformers_version", "use_cache", "vocab_size", "bos_token_id", "eos_token_id", "pad_token_id"),
-    }
-)
+_NOT_COMPUTED = {
+    "architectures", "dtype", "name_or_path", "_name_or_path", "quantization_config", "torch_dtype",
+    "transformers_version", "use_cache", "vocab_size", "bos_token_id", "eos_token_id", "pad_token_id",
+}  # fmt: skip
 
 
 def weight_files(name: str | None, revision: str | None) -> dict[str, Path]:
@@ -69,11 +67,8 @@ def _changes(saved: Mapping[str, Any], used: Mapping[str, Any]) -> dict[str, Any
     found = {}
     for name, value in used.items():
         before = saved.get(name)
-        if name in _NOT_COMPUTED or value == before:
-            continue
         if isinstance(value, dict) and isinstance(before, dict) and name.endswith("_config"):
-            value = _changes(before, value)
-            if not value:
-                continue
-        found[name] = value
+            value, before = _changes(before, value), {}
+        if name not in _NOT_COMPUTED and value != before:
+            found[name] = value
     return found

@@ -53,6 +53,8 @@ _KEEPALIVE = [
         if hasattr(socket, name)
     ),
 ]
+# Variables that name certificate authorities.
+_AUTHORITIES = ("SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE")
 
 
 class SizedBody(Protocol):
@@ -381,9 +383,6 @@ class HTTPClient:
             " Requests to it go through the proxy of the environment (HTTP_PROXY, HTTPS_PROXY or ALL_PROXY). If it can "
             f"be reached without one, run this before the training: {spared}"
         )
-
-
-_AUTHORITIES = ("SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE")
 
 
 def _certificates() -> ssl.SSLContext:
