@@ -47,9 +47,9 @@ from versus.shapes import SHAPES, write_model  # noqa: E402
 from vllm_server import DEFAULT_PYTHON, VLLMServer  # noqa: E402
 
 from trl_lora_sync.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer  # noqa: E402
+from trl_lora_sync.checks.verify import PROBE_PROMPT  # noqa: E402
 from trl_lora_sync.engines.base import Deadline  # noqa: E402
 from trl_lora_sync.runtime import run  # noqa: E402
-from trl_lora_sync.verify import PROBE_PROMPT  # noqa: E402
 
 OURS, THEIRS = "trl-lora-sync", "TRL's own"
 STALENESS = 2

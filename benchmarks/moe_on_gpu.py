@@ -55,7 +55,7 @@ from trl_lora_sync.engines.connect import connect_engine  # noqa: E402
 from trl_lora_sync.engines.vllm import engine as vllm_engine  # noqa: E402
 from trl_lora_sync.errors import LoRASyncError  # noqa: E402
 from trl_lora_sync.runtime import Blocking, run  # noqa: E402
-from trl_lora_sync.transports import DiskTransport  # noqa: E402
+from trl_lora_sync.servers.transports import DiskTransport  # noqa: E402
 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 BOTH = ["experts.gate_up_proj", "experts.down_proj"]

@@ -36,12 +36,12 @@ from transformers import AutoModelForCausalLM
 from trl_lora_sync.adapter.canonical import CanonicalAdapter, Form
 from trl_lora_sync.adapter.export import AdapterReader
 from trl_lora_sync.addresses import default_sync_dir, is_local_url
+from trl_lora_sync.checks.verify import PROBE_PROMPT, TrainedBase
 from trl_lora_sync.engines.base import Completion, Deadline, PromptGroup, Sampling
+from trl_lora_sync.generation.scoring import base_logprobs
 from trl_lora_sync.runtime import run
-from trl_lora_sync.scoring import base_logprobs
 from trl_lora_sync.settings import ServerAddress, SyncSettings
 from trl_lora_sync.sync import AdapterSync, ReadAdapter
-from trl_lora_sync.verify import PROBE_PROMPT, TrainedBase
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples" / "demo"))
 

@@ -34,7 +34,7 @@ from trl_lora_sync.engines.base import Deadline
 from trl_lora_sync.engines.http import SizedBody
 from trl_lora_sync.engines.sglang.engine import SGLangEngine
 from trl_lora_sync.runtime import Blocking, run
-from trl_lora_sync.transports import DiskTransport, HTTPTransport
+from trl_lora_sync.servers.transports import DiskTransport, HTTPTransport
 
 Seconds = dict[str, float]
 

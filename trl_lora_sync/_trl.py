@@ -29,9 +29,9 @@ Read on TRL 1.11 to 1.16; the tests run on each. What we rely on:
 - `trl.cli.accelerate_config.resolve_accelerate_config_argument(arguments)`, as `trl grpo` uses it.
 - of `trl.experimental.async_grpo` (1.14 on): `AsyncRolloutWorker`, a global of the trainer's module, where the trainer
   builds it, with `start`, `stop`, `check_health`, `update_model_version`, `rollout_buffer`, `metrics_queue` and
-  `_loop_kwargs`; `_AsyncRolloutLoop`, of which `rollouts` overrides how the next prompt is taken, one sample is made,
-  one request is sent and a group is scored; the trainer's `_sync_weight()`, `model_version`, and `args.token_budget`.
-  It adds up metrics with `total` in their names, and averages pairs of a sum and a count.
+  `_loop_kwargs`; `_AsyncRolloutLoop`, of which `generation.rollouts` overrides how the next prompt is taken, one sample
+  is made, one request is sent and a group is scored; the trainer's `_sync_weight()`, `model_version`, and
+  `args.token_budget`. It adds up metrics with `total` in their names, and averages pairs of a sum and a count.
 - `_attn_implementation` of a configuration of Transformers, which its models read in each forward pass; and that TRL
   replaces the `forward` of a model on the instance.
 - `trl.models.utils`: `remove_hooks(engine)` and `add_hooks(engine)` take DeepSpeed's ZeRO-3 hooks off a model and put

@@ -10,10 +10,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from trl_lora_sync import _trl
+from trl_lora_sync.collective.distributed import run_on_all, run_on_main
 from trl_lora_sync.config import AsyncLoRASyncConfig, check_async_arguments
-from trl_lora_sync.distributed import run_on_all, run_on_main
 from trl_lora_sync.errors import UnsupportedSettingError
-from trl_lora_sync.generation import LoRASyncGeneration
+from trl_lora_sync.generation.server import LoRASyncGeneration
 from trl_lora_sync.trainers import LoRASyncTrainer
 from trl_lora_sync.trl_checks import check_async, check_async_built, check_async_exports
 
@@ -21,8 +21,8 @@ from trl_lora_sync.trl_checks import check_async, check_async_built, check_async
 trls: Any = check_async_exports()
 
 if TYPE_CHECKING:
+    from trl_lora_sync.generation.rollouts import RolloutWorker
     from trl_lora_sync.metrics import SyncReport
-    from trl_lora_sync.rollouts import RolloutWorker
 
 
 class AsyncGeneration(LoRASyncGeneration):
@@ -81,7 +81,7 @@ class AsyncLoRASyncTrainer(LoRASyncTrainer):
         check_async_arguments(given)
 
     def _build(self, sync: dict[str, Any], given: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        from trl_lora_sync.rollouts import RolloutWorker
+        from trl_lora_sync.generation.rollouts import RolloutWorker
 
         config = given["args"]
         worker = partial(RolloutWorker, sync=lambda: self.vllm_generation.sync, settings=sync["settings"])

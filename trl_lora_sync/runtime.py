@@ -241,7 +241,7 @@ def run(coroutine: Coroutine[Any, Any, T], meanwhile: Callable[[], object] | Non
     Args:
         meanwhile: called in this thread before the wait.
     """
-    # Not for the loop's own thread, which would wait for itself. `fleet.sweep` therefore calls it in the file thread.
+    # Not for the loop's own thread, which would wait for itself. `servers.fleet` therefore calls it in the file thread.
     task = Task(coroutine)
     try:
         task.begin()

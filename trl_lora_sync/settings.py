@@ -6,8 +6,8 @@ from pathlib import Path
 import torch
 
 from trl_lora_sync.adapter.support import Serving
+from trl_lora_sync.checks.verify import TOLERANCE
 from trl_lora_sync.engines.base import TIMEOUTS, Timeouts
-from trl_lora_sync.verify import TOLERANCE
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ A server that refuses a version ends the sync on all servers. A lost server is w
 `lora_sync_on_server_loss="drop"` the run then goes on without it, and each later sync probes it and loads the new
 version there (`Fleet.load`). What a lost server was sampling is sampled again, there or elsewhere. An interrupt cancels
 the sync, which withdraws the version. `close` runs after `train()`, and `shutdown` when the interpreter exits or the
-trainer is garbage (`finalizer`). `_prepare` removes what a killed trainer left on servers and in the folder.
+trainer is garbage (`generation.finalizer`). `_prepare` removes what a killed trainer left on servers and in the folder.
 
 The trainer's threads call the methods without `async`; what they start runs on the event loop of `runtime`.
 """
@@ -24,15 +24,15 @@ from typing import Any
 from trl_lora_sync.adapter.canonical import CanonicalAdapter, Form
 from trl_lora_sync.adapter.store import StoredAdapter
 from trl_lora_sync.checks.subject import Expected
+from trl_lora_sync.checks.verify import ReadAdapter, Scores, TrainedBase, Trial, VerificationResult
 from trl_lora_sync.engines.base import Completion, Deadline, PromptGroup, Sampling
 from trl_lora_sync.errors import LoRASyncError
-from trl_lora_sync.fleet import Fleet
-from trl_lora_sync.ledger import VersionLedger
 from trl_lora_sync.metrics import PhaseTimer, SyncReport
 from trl_lora_sync.runtime import Event, Outcome, run, spawn
+from trl_lora_sync.servers.fleet import Fleet
+from trl_lora_sync.servers.ledger import VersionLedger
+from trl_lora_sync.servers.transports import DiskTransport, transport_for
 from trl_lora_sync.settings import SyncSettings
-from trl_lora_sync.transports import DiskTransport, transport_for
-from trl_lora_sync.verify import ReadAdapter, Scores, TrainedBase, Trial, VerificationResult
 
 logger = logging.getLogger(__name__)
 

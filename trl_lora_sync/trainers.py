@@ -23,7 +23,7 @@ from trl_lora_sync.trl_checks import (
 from trl_lora_sync.versions import VLLM_COLOCATE, warn
 
 if TYPE_CHECKING:
-    from trl_lora_sync.lookahead import LookAhead
+    from trl_lora_sync.generation.lookahead import LookAhead
     from trl_lora_sync.metrics import SyncReport, SyncTotals
 
 
@@ -105,8 +105,8 @@ class LoRASyncTrainer:
         # After `_build`, as Transformers makes the list of callbacks in its `__init__`.
         self.add_callback(RunLog(self))
         if config.lora_sync_overlap:
-            from trl_lora_sync.lookahead import LookAhead
-            from trl_lora_sync.overlap import start_sentence
+            from trl_lora_sync.generation.lookahead import LookAhead
+            from trl_lora_sync.generation.overlap import start_sentence
 
             self._look_ahead = LookAhead(lambda: self.accelerator.gradient_state.end_of_dataloader)
             if self.accelerator.is_main_process:
@@ -283,7 +283,7 @@ class LoRASyncTrainer:
         # With `_internal_call` it is a checkpoint, which holds the adapter as shards.
         # Before TRL's own, which ends with the push to the Hub.
         if self._syncs_adapters and not _internal_call and _trl.saves_shards_only(self):
-            from trl_lora_sync.distributed import run_on_main
+            from trl_lora_sync.collective.distributed import run_on_main
 
             # Not inside `run_on_main`: gathering is collective, and there the other processes only wait.
             matrices = self.vllm_generation.adapter_state_dict()
@@ -328,7 +328,7 @@ def _generation_class(config: Any) -> Any:
         UnsupportedTRLError: the installed TRL has something that colocate mode needs in another form.
     """
     if config.vllm_mode == "server":
-        from trl_lora_sync.generation import LoRASyncGeneration
+        from trl_lora_sync.generation.server import LoRASyncGeneration
 
         return LoRASyncGeneration
     from trl_lora_sync.colocate.engine import installed_version

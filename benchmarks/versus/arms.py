@@ -23,15 +23,15 @@ from unittest import mock
 import torch
 from peft import PeftModel
 
-from trl_lora_sync import transports
 from trl_lora_sync.adapter.pinned_files import PinnedFilePool
 from trl_lora_sync.addresses import default_sync_dir
 from trl_lora_sync.engine_plugins.cuda_ipc import CUDADriver, IPCError
 from trl_lora_sync.engines.base import Completion, Deadline, PromptGroup, Sampling
 from trl_lora_sync.engines.vllm.engine import VLLMEngine
-from trl_lora_sync.generation import LoRASyncGeneration
+from trl_lora_sync.generation.server import LoRASyncGeneration
 from trl_lora_sync.metrics import SyncReport
 from trl_lora_sync.runtime import Blocking
+from trl_lora_sync.servers import transports
 from trl_lora_sync.settings import ServerAddress, SyncSettings
 from versus.kinds import BY_FILE, server_kind
 from versus.servers import ServerSpec

@@ -29,9 +29,9 @@ from support.models import base_weights, lora, randomize_adapter, same_tensors
 from support.policies import distance, token_ids
 from transformers import AutoModelForCausalLM
 
+from trl_lora_sync.checks.verify import Scores
 from trl_lora_sync.colocate import engine, in_weights
 from trl_lora_sync.errors import UnsupportedSettingError, VerificationError
-from trl_lora_sync.verify import Scores
 
 WAYS: dict[str, dict[str, str]] = {
     "fused": {"lora_sync_serving": "fused"},

@@ -26,6 +26,7 @@ from support.models import randomize_adapter
 from support.policies import distance, sample, token_ids
 from support.vision import picture
 
+from trl_lora_sync.checks.verify import Scores
 from trl_lora_sync.colocate import engine
 from trl_lora_sync.colocate.slots import AdapterSlots
 from trl_lora_sync.errors import (
@@ -35,7 +36,6 @@ from trl_lora_sync.errors import (
     VerificationError,
     WrongPolicyError,
 )
-from trl_lora_sync.verify import Scores
 
 SEEDS = itertools.count(1)
 ASKED = [token_ids(1), token_ids(2), token_ids(3)]

@@ -8,9 +8,9 @@ from support.settings import plain_settings
 
 from trl_lora_sync.adapter.store import StoredAdapter
 from trl_lora_sync.engines.base import Capabilities, Completion, Deadline, PromptGroup, Sampling
-from trl_lora_sync.fleet import Fleet
-from trl_lora_sync.ledger import VersionLedger
 from trl_lora_sync.runtime import run
+from trl_lora_sync.servers.fleet import Fleet
+from trl_lora_sync.servers.ledger import VersionLedger
 from trl_lora_sync.testing import FakeSGLang
 
 

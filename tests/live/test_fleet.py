@@ -16,10 +16,11 @@ from support.settings import plain_settings
 from support.trainers import METRICS, steps_of
 from vllm_server import VLLMServer
 
-import trl_lora_sync.server_handle
+import trl_lora_sync.servers.handle
 from trl_lora_sync import GRPOTrainer
 from trl_lora_sync.adapter.canonical import Form
 from trl_lora_sync.adapter.export import read_adapter
+from trl_lora_sync.checks.verify import PROBE_PROMPT, TrainedBase
 from trl_lora_sync.engines.base import TIMEOUTS, Deadline, PromptGroup
 from trl_lora_sync.errors import AdapterNotVisibleError
 from trl_lora_sync.metrics import SyncReport
@@ -27,7 +28,6 @@ from trl_lora_sync.runtime import Blocking
 from trl_lora_sync.settings import SyncSettings
 from trl_lora_sync.sync import AdapterSync
 from trl_lora_sync.testing import FakeSGLang, Shapes
-from trl_lora_sync.verify import PROBE_PROMPT, TrainedBase
 
 # Several servers start and restart here, which takes minutes where the cores are busy.
 pytestmark = pytest.mark.timeout(900)
@@ -164,7 +164,7 @@ def test_a_dead_server_is_dropped_if_told_so_and_taken_back_by_a_later_sync(
     second.kill()
 
     with monkeypatch.context() as patch:
-        patch.setattr(trl_lora_sync.server_handle, "wait_until_up", time_is_over)
+        patch.setattr(trl_lora_sync.servers.handle, "wait_until_up", time_is_over)
         randomize_adapter(trainer.model, seed=1)
         generation.sync_weights()
     assert is_policy_of(trainer.model, sample(generation, PROMPTS))

@@ -15,16 +15,16 @@ from vllm_server import VLLMServer
 
 from trl_lora_sync import GRPOTrainer, export_adapter
 from trl_lora_sync.checks.finding import NOTE, PROBLEM
+from trl_lora_sync.checks.mixed_batches import SharedCPUServerError, score_base
+from trl_lora_sync.checks.verify import PROBE_PROMPT, mean_distance
 from trl_lora_sync.cli.diagnosis import DoctorInput
 from trl_lora_sync.cli.doctor import diagnose
 from trl_lora_sync.engines.base import Deadline, Engine
 from trl_lora_sync.engines.connect import connect_engine
 from trl_lora_sync.engines.vllm.metrics import read_metrics
 from trl_lora_sync.errors import GenerationError
-from trl_lora_sync.mixed_batches import SharedCPUServerError, score_base
+from trl_lora_sync.generation.scoring import base_logprobs
 from trl_lora_sync.runtime import Blocking, run
-from trl_lora_sync.scoring import base_logprobs
-from trl_lora_sync.verify import PROBE_PROMPT, mean_distance
 
 # As many as the server has slots, so that the last one, which vLLM takes for the base, is in use.
 ADAPTERS = ("another-run-v1", "another-run-v2")

@@ -25,9 +25,9 @@ from support.trainers import steps_of
 from support.two_processes import Outcome, attempt
 from support.vllm_forks import IMPORTED_LATER
 from support.ways import Traffic, choose_stage, copy_policy, make_trainer
+from trl_lora_sync.collective.shards import is_sharded, shards_of
 from trl_lora_sync.colocate import engine
 from trl_lora_sync.errors import VerificationError
-from trl_lora_sync.shards import is_sharded, shards_of
 
 # What a part of WAY changes in the configuration.
 PARTS: dict[str, dict[str, Any]] = {

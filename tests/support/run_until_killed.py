@@ -13,9 +13,9 @@ import torch
 from trl_lora_sync.adapter import store
 from trl_lora_sync.adapter.canonical import CanonicalAdapter, LoRAModule
 from trl_lora_sync.adapter.flat import FlatBuffer
+from trl_lora_sync.checks.verify import PROBE_PROMPT, TrainedBase
 from trl_lora_sync.settings import ServerAddress, SyncSettings
 from trl_lora_sync.sync import AdapterSync
-from trl_lora_sync.verify import PROBE_PROMPT, TrainedBase
 
 HIDDEN = 128
 

@@ -50,9 +50,9 @@ from support.servers import adapters_on, version_of
 from support.settings import plain_settings
 from support.trainers import change_settings
 from trl_lora_sync.errors import LoRASyncError
-from trl_lora_sync.generation import LoRASyncGeneration
+from trl_lora_sync.generation.server import LoRASyncGeneration
 from trl_lora_sync.metrics import SyncReport
-from trl_lora_sync.server_handle import ServerHandle
+from trl_lora_sync.servers.handle import ServerHandle
 from trl_lora_sync.settings import SyncSettings
 
 # Things that happen around the trainer instead of on the wire.

@@ -12,7 +12,7 @@ import pytest
 
 from trl_lora_sync import sync
 from trl_lora_sync.adapter.pinned_files import is_in_memory
-from trl_lora_sync.transports import DiskTransport, transport_for
+from trl_lora_sync.servers.transports import DiskTransport, transport_for
 
 _SHARED_MEMORY = Path("/dev/shm")
 # Maps the file as torch and safetensors do, and prints its checksum for each line of input.

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, S
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from support.launch import end_process
-from trl_lora_sync.distributed import gather_weights, run_on_main
+from trl_lora_sync.collective.distributed import gather_weights, run_on_main
 
 # Longer than a collective of this test takes on a busy machine, shorter than its patience.
 GROUP_TIMEOUT_S = 20.0

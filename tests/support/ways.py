@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
-import trl_lora_sync.adapter_generation
-import trl_lora_sync.distributed
+import trl_lora_sync.collective.distributed
+import trl_lora_sync.generation.base
 from support.launch import end_process, run_each
 from support.models import base_weights, lora, nf4, peft_model, randomize_adapter, same_tensors
 from support.policies import distance, sample, token_ids
@@ -39,9 +39,9 @@ from trl_lora_sync import (
     export_adapter,
 )
 from trl_lora_sync.adapter.export import remember_initial_adapter
+from trl_lora_sync.collective.shards import is_sharded
 from trl_lora_sync.engines.vllm.engine import VLLMEngine
 from trl_lora_sync.metrics import SyncReport
-from trl_lora_sync.shards import is_sharded
 
 # FSDP1 as accelerate wraps by default, as it wraps LoRA layers by PEFT's policy, and two more layouts of a shard.
 COMMON = {
@@ -254,7 +254,7 @@ def run_way(way: str, folder: Path, url: str, base: Path) -> dict[str, Outcome]:
         return reports[0].metrics()
 
     def disproved() -> None:
-        module = trl_lora_sync.adapter_generation
+        module = trl_lora_sync.generation.base
         score = module.adapter_logprobs
         module.adapter_logprobs = lambda *args, **kwargs: [x - 2 for x in score(*args, **kwargs)]
         set_proof(generation, is_verified=False)
@@ -286,9 +286,8 @@ def run_way(way: str, folder: Path, url: str, base: Path) -> dict[str, Outcome]:
 
     def failing_gather() -> None:
         """The last process cannot read its part of the adapter, which is a shard or all of it."""
-        owner, name = (
-            (trl_lora_sync.distributed, "shards_of") if is_sharded(generation.model) else (generation, "linears")
-        )
+        gathering = (trl_lora_sync.collective.distributed, "shards_of")
+        owner, name = gathering if is_sharded(generation.model) else (generation, "linears")
         original = getattr(owner, name)
         if process == trainer.accelerator.num_processes - 1:
             setattr(owner, name, broken)

@@ -11,13 +11,13 @@ from contract.served import PROMPT, SMALL, sampling, soon
 from support.settings import plain_settings
 
 from trl_lora_sync.adapter.canonical import CanonicalAdapter, Form
+from trl_lora_sync.checks.verify import PROBE_PROMPT, TrainedBase
 from trl_lora_sync.engines.base import Completion, PromptGroup
 from trl_lora_sync.metrics import SyncReport
 from trl_lora_sync.runtime import run
 from trl_lora_sync.settings import SyncSettings
 from trl_lora_sync.sync import AdapterSync
 from trl_lora_sync.testing import FakeSGLang, InMemoryEngine, random_adapter
-from trl_lora_sync.verify import PROBE_PROMPT, TrainedBase
 
 GROUPS = [PromptGroup(prompt=[10 + row, 20, 30 + row], count=2) for row in range(12)]
 

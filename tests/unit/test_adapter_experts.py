@@ -28,7 +28,7 @@ from trl_lora_sync.adapter.groups import experts_note
 from trl_lora_sync.adapter.store import write_tensors
 from trl_lora_sync.adapter.support import check_model
 from trl_lora_sync.errors import UnsupportedAdapterError
-from trl_lora_sync.scoring import computing_with, neutral_weights, trial_weights
+from trl_lora_sync.generation.scoring import computing_with, neutral_weights, trial_weights
 
 EXPERTS, HIDDEN, INTERMEDIATE = 4, 32, 16
 TEXT: dict[str, Any] = {

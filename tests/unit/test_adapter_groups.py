@@ -10,9 +10,9 @@ from peft import LoraConfig, get_peft_model
 from trl_lora_sync.adapter.canonical import PLAIN, CanonicalAdapter
 from trl_lora_sync.adapter.export import AdapterReader, remember_initial_adapter
 from trl_lora_sync.adapter.groups import group_of, without_numbers
-from trl_lora_sync.adapter_generation import AdapterGeneration
-from trl_lora_sync.scoring import adapter_logprobs, base_logprobs, neutral_weights, trial_logprobs
-from trl_lora_sync.verify import PROBE_PROMPT, TrainedBase, Trial
+from trl_lora_sync.checks.verify import PROBE_PROMPT, TrainedBase, Trial
+from trl_lora_sync.generation.base import AdapterGeneration
+from trl_lora_sync.generation.scoring import adapter_logprobs, base_logprobs, neutral_weights, trial_logprobs
 from unit.tiny import VOCABULARY, base_model, lora_model
 
 IDS = [1, 5, 9, 2, 30, 7]
@@ -79,7 +79,7 @@ PROBE = [token % VOCABULARY for token in PROBE_PROMPT]
 
 def trials_of(model: Any, monkeypatch: pytest.MonkeyPatch, *, is_whole: bool = False) -> tuple[Trial, ...]:
     """As a trainer of one process makes them; the probe is cut to the vocabulary of the tiny model."""
-    monkeypatch.setattr("trl_lora_sync.adapter_generation.PROBE_PROMPT", PROBE)
+    monkeypatch.setattr("trl_lora_sync.generation.base.PROBE_PROMPT", PROBE)
     initial = remember_initial_adapter(model, is_new=True)
     generation: Any = SimpleNamespace(
         settings=SimpleNamespace(verify="first"),

@@ -18,7 +18,7 @@ from trl_lora_sync.adapter.flat import FlatBuffer
 from trl_lora_sync.adapter.saved import read_saved_adapter
 from trl_lora_sync.adapter.support import check_model, check_peft_config, saved_rank
 from trl_lora_sync.errors import UnsupportedAdapterError
-from trl_lora_sync.scoring import adapter_logprobs, base_logprobs, trial_logprobs, trial_weights
+from trl_lora_sync.generation.scoring import adapter_logprobs, base_logprobs, trial_logprobs, trial_weights
 from unit.tiny import PROMPT, base_model, logits, reference_tensors
 
 # PEFT has LoRA-GA, and CorDA on layers that keep their weight transposed, from 0.19 on.

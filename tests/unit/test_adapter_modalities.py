@@ -38,8 +38,8 @@ from trl_lora_sync.adapter.export import AdapterReader
 from trl_lora_sync.adapter.groups import sees_images
 from trl_lora_sync.adapter.modalities import vision_exclusion
 from trl_lora_sync.adapter.support import check_model
-from trl_lora_sync.adapter_generation import AdapterGeneration
 from trl_lora_sync.errors import UnsupportedAdapterError, UnsupportedSettingError
+from trl_lora_sync.generation.base import AdapterGeneration
 
 TEXT: dict[str, Any] = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,

@@ -32,12 +32,12 @@ from trl.experimental import async_grpo as trls
 
 from trl_lora_sync import GRPOConfig, GRPOTrainer, LoRASyncConfig, LoRASyncTrainer, _trl
 from trl_lora_sync.async_grpo import AsyncLoRASyncTrainer
+from trl_lora_sync.checks.verify import PROBE_PROMPT
 from trl_lora_sync.errors import LoRASyncError, UnsupportedAdapterError, UnsupportedSettingError
-from trl_lora_sync.rollouts import RolloutWorker
-from trl_lora_sync.scoring import adapter_logprobs
+from trl_lora_sync.generation.rollouts import RolloutWorker
+from trl_lora_sync.generation.scoring import adapter_logprobs
 from trl_lora_sync.sync import AdapterSync
 from trl_lora_sync.testing import FakeSGLang
-from trl_lora_sync.verify import PROBE_PROMPT
 from unit.fleets import FleetRun, settings_for
 
 ON_CPU: dict[str, Any] = {"use_cpu": True, "bf16": False, "report_to": "none"}

@@ -14,8 +14,8 @@ from trl_lora_sync.adapter.store import AdapterStore, StoredAdapter, run_states
 from trl_lora_sync.cli.main import main
 from trl_lora_sync.engines.base import Deadline, Engine
 from trl_lora_sync.runtime import run
+from trl_lora_sync.servers.transports import HTTPTransport
 from trl_lora_sync.testing import FakeSGLang, random_adapter
-from trl_lora_sync.transports import HTTPTransport
 from unit.servers import nobody_listening
 from unit.tiny import everything_under
 

@@ -43,8 +43,8 @@ from trl_lora_sync.engine_plugins.shared_files import Fetch, Filled, MappedFiles
 from trl_lora_sync.engine_plugins.version_note import VersionNote
 from trl_lora_sync.engines.base import Deadline
 from trl_lora_sync.runtime import Blocking, run
+from trl_lora_sync.servers.transports import DiskTransport
 from trl_lora_sync.testing import FakeSGLang
-from trl_lora_sync.transports import DiskTransport
 from unit.test_fleet import handle_of
 from unit.test_shared_files import unlocked
 from unit.test_slot_writer import BF16, Served, damage_tensors, flat

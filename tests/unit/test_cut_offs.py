@@ -4,8 +4,8 @@ import logging
 
 import pytest
 
-from trl_lora_sync.cut_offs import CutOffs
 from trl_lora_sync.errors import AdapterLostError, GenerationError, LoRASyncError, ServerUnreachableError
+from trl_lora_sync.servers.cut_offs import CutOffs
 
 
 @pytest.fixture

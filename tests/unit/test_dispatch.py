@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trl_lora_sync.dispatch import FULL_BATCH, Worker, dispatch, quotas
 from trl_lora_sync.runtime import run
+from trl_lora_sync.servers.dispatch import FULL_BATCH, Worker, dispatch, quotas
 
 WAIT_S = 30.0
 Before = Callable[[list[int]], Awaitable[None]]

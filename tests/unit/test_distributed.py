@@ -19,10 +19,7 @@ from support.colocate import colocate_trainer
 from trl.generation import vllm_generation
 
 from trl_lora_sync import LoRASyncTrainer
-from trl_lora_sync.colocate import engine
-from trl_lora_sync.colocate.engine import Policy, SamplingGate
-from trl_lora_sync.colocate.generation import ColocateGeneration
-from trl_lora_sync.distributed import (
+from trl_lora_sync.collective.distributed import (
     check_launcher,
     check_layouts,
     check_same_start,
@@ -30,6 +27,9 @@ from trl_lora_sync.distributed import (
     run_on_main,
     sendable,
 )
+from trl_lora_sync.colocate import engine
+from trl_lora_sync.colocate.engine import Policy, SamplingGate
+from trl_lora_sync.colocate.generation import ColocateGeneration
 from trl_lora_sync.errors import AdapterRejectedError, RemoteProcessError, UnsupportedSettingError
 
 
@@ -195,7 +195,7 @@ def test_processes_that_start_differently_are_refused_only_where_nothing_makes_t
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     others: list[tuple[int, ...]] = [(2, 3)]
-    monkeypatch.setattr("trl_lora_sync.distributed.gather_object", lambda mine: mine + others)
+    monkeypatch.setattr("trl_lora_sync.collective.distributed.gather_object", lambda mine: mine + others)
     with pytest.raises(UnsupportedSettingError, match=r"a mixture of them.*transformers\.set_seed\(0\)"):
         check_same_start(processes(sync_module_states=False), (1, 2))
     check_same_start(processes(sync_module_states=False), (2, 3))

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from trl_lora_sync.finalizer import Finalizer
+from trl_lora_sync.generation.finalizer import Finalizer
 
 SOON_S = 20.0
 
@@ -71,7 +71,7 @@ def test_object_that_lives_is_not_ended() -> None:
 
 AT_EXIT = """
 import gc, time
-from trl_lora_sync.finalizer import Finalizer
+from trl_lora_sync.generation.finalizer import Finalizer
 
 class Owner:
     pass
@@ -94,7 +94,7 @@ def test_exit_waits_for_the_one_end(run_python: Callable[[str], str], last: str)
 HELD = """
 import gc, time
 from functools import partial
-from trl_lora_sync.finalizer import Finalizer
+from trl_lora_sync.generation.finalizer import Finalizer
 
 class Owner:
     pass

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from contract.served import PROMPT, SMALL, sampling, soon
 
-import trl_lora_sync.server_handle
+import trl_lora_sync.servers.handle
 from trl_lora_sync.adapter.store import StoredAdapter
 from trl_lora_sync.engine_plugins import unfinished
 from trl_lora_sync.engine_plugins.safetensors_file import TENSORS_FILE
@@ -32,10 +32,10 @@ from trl_lora_sync.errors import (
     ServerUnreachableError,
     VerificationError,
 )
-from trl_lora_sync.ledger import VersionLedger
 from trl_lora_sync.runtime import Task
 from trl_lora_sync.runtime import run as run_on_loop
-from trl_lora_sync.server_handle import ServerHandle, ServerState
+from trl_lora_sync.servers.handle import ServerHandle, ServerState
+from trl_lora_sync.servers.ledger import VersionLedger
 from trl_lora_sync.settings import ServerAddress
 from trl_lora_sync.sync import AdapterSync
 from trl_lora_sync.testing import FakeSGLang, InMemoryEngine, in_memory_engines
@@ -82,7 +82,7 @@ def no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
         if reason is not None:
             raise deadline.error() from reason
 
-    monkeypatch.setattr(trl_lora_sync.server_handle, "wait_until_up", look)
+    monkeypatch.setattr(trl_lora_sync.servers.handle, "wait_until_up", look)
 
 
 def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -165,7 +165,7 @@ def test_a_server_here_reads_the_folder_and_one_elsewhere_gets_tensors(run: Star
 def compares(monkeypatch: pytest.MonkeyPatch) -> dict[str, bool]:
     """By URL, whether a server claims that it compares what it has loaded with what the trainer sent."""
     claims: dict[str, bool] = {}
-    connect = trl_lora_sync.server_handle.connect_engine
+    connect = trl_lora_sync.servers.handle.connect_engine
 
     async def claiming(base_url: str, **options: Any) -> Engine:
         engine = await connect(base_url, **options)
@@ -173,7 +173,7 @@ def compares(monkeypatch: pytest.MonkeyPatch) -> dict[str, bool]:
         engine.__class__ = type("Claiming", (type(engine),), {"capabilities": known})
         return engine
 
-    monkeypatch.setattr(trl_lora_sync.server_handle, "connect_engine", claiming)
+    monkeypatch.setattr(trl_lora_sync.servers.handle, "connect_engine", claiming)
     return claims
 
 
@@ -435,7 +435,7 @@ def test_a_server_that_stays_away_is_named_also_if_it_holds_no_version(
     with in_memory_engines(shapes=SMALL) as engines:
         begun = InMemoryRun(engines, tmp_path, sync_timeout_s=1.0)
         before(begun.sync)
-        monkeypatch.setattr(trl_lora_sync.server_handle, "wait_until_up", find_nothing)
+        monkeypatch.setattr(trl_lora_sync.servers.handle, "wait_until_up", find_nothing)
         with pytest.raises(ServerUnreachableError, match=engines[0].base_url):
             begun.sync.publish(small_adapter(2))
         begun.sync.shutdown()
@@ -517,7 +517,7 @@ def test_a_single_server_is_waited_for(run: StartRun, monkeypatch: pytest.Monkey
 
 def on_first_wait(monkeypatch: pytest.MonkeyPatch, act: Callable[[], None]) -> None:
     """Do something when the run begins to wait for a server."""
-    wait, acted = trl_lora_sync.server_handle.wait_until_up, threading.Event()
+    wait, acted = trl_lora_sync.servers.handle.wait_until_up, threading.Event()
 
     async def waiting(*args: Any, **kwargs: Any) -> None:
         if not acted.is_set():
@@ -525,7 +525,7 @@ def on_first_wait(monkeypatch: pytest.MonkeyPatch, act: Callable[[], None]) -> N
             act()
         await wait(*args, **kwargs)
 
-    monkeypatch.setattr(trl_lora_sync.server_handle, "wait_until_up", waiting)
+    monkeypatch.setattr(trl_lora_sync.servers.handle, "wait_until_up", waiting)
 
 
 def test_a_hiccup_is_no_restart(run: StartRun, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -696,7 +696,7 @@ def test_an_excluded_server_holds_no_version_that_it_never_had(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It was noted for every version of the rest of the run, with a folder for each."""
-    monkeypatch.setattr("trl_lora_sync.fleet.is_gone", lambda base_url: False)  # as of a server elsewhere
+    monkeypatch.setattr("trl_lora_sync.servers.fleet.is_gone", lambda base_url: False)  # as of a server elsewhere
     with in_memory_engines(2, shapes=SMALL) as engines:
         training = InMemoryRun(engines, tmp_path, on_server_loss="drop", sync_timeout_s=1.0)
         engines[1].is_up = False
@@ -757,7 +757,7 @@ def test_a_connection_to_a_server_that_cannot_be_used_is_closed(
             return other
 
         with monkeypatch.context() as patch:
-            patch.setattr(trl_lora_sync.server_handle, "connect_engine", connect)
+            patch.setattr(trl_lora_sync.servers.handle, "connect_engine", connect)
             with pytest.raises(ServerSetupError):
                 run_on_loop(begun.sync.fleet.servers[0].connect(soon()))
         assert closed == [other]

@@ -24,7 +24,6 @@ from transformers import (
     LlamaForCausalLM,
 )
 
-from trl_lora_sync import adapter_generation
 from trl_lora_sync.adapter.canonical import widened
 from trl_lora_sync.adapter.export import AdapterReader, remember_initial_adapter
 from trl_lora_sync.adapter.extras import neutral_extras, trial_extras
@@ -35,8 +34,9 @@ from trl_lora_sync.engine_plugins.fused_placement import trace_weight_slices
 from trl_lora_sync.engine_plugins.fused_weights import InPlace, Reader, Target, fuse
 from trl_lora_sync.engine_plugins.safetensors_file import bytes_of
 from trl_lora_sync.errors import AdapterNotFiniteError, UnsupportedAdapterError, UnsupportedSettingError
-from trl_lora_sync.generation import LoRASyncGeneration
-from trl_lora_sync.scoring import computing_with, trial_weights
+from trl_lora_sync.generation import base
+from trl_lora_sync.generation.scoring import computing_with, trial_weights
+from trl_lora_sync.generation.server import LoRASyncGeneration
 
 from .tiny import VOCABULARY, logits
 
@@ -324,7 +324,7 @@ def test_at_run_time_all_of_it_is_refused_and_the_error_names_fused_serving(name
 
 def test_a_sharded_model_with_more_than_matrices_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     for is_sharded in (False, True):
-        monkeypatch.setattr(adapter_generation, "is_sharded", lambda model, answer=is_sharded: answer)
+        monkeypatch.setattr(base, "is_sharded", lambda model, answer=is_sharded: answer)
         generation = LoRASyncGeneration.__new__(LoRASyncGeneration)
         generation.model, generation.reader = trained_model(use_dora=True), AdapterReader("fused")
         generation.accelerator = Accelerator(cpu=True)

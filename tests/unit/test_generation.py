@@ -36,11 +36,11 @@ from trl.generation.vllm_client import VLLMClient
 
 from trl_lora_sync.adapter.base_drift import BaseDrift, change_from_checkpoint
 from trl_lora_sync.checks.server import is_same_model
-from trl_lora_sync.client import RolloutClient, openai_messages
 from trl_lora_sync.engines.base import PromptGroup
 from trl_lora_sync.engines.images import data_url
 from trl_lora_sync.errors import LoRASyncError, ServerSetupError, UnsupportedAdapterError, UnsupportedSettingError
-from trl_lora_sync.generation import group_rows
+from trl_lora_sync.generation.client import RolloutClient, openai_messages
+from trl_lora_sync.generation.server import group_rows
 from trl_lora_sync.testing import ModelPolicy, in_memory_engines
 
 rows = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=2), max_size=30)

@@ -19,9 +19,9 @@ from support.trainers import grpo_trainer, mean_byte, prompts
 from torch.utils.data import SequentialSampler
 
 from trl_lora_sync import GRPOTrainer, _trl
-from trl_lora_sync.generation import LoRASyncGeneration, TrainingBatch
-from trl_lora_sync.lookahead import LookAhead
-from trl_lora_sync.overlap import BatchFigures
+from trl_lora_sync.generation.lookahead import LookAhead
+from trl_lora_sync.generation.overlap import BatchFigures
+from trl_lora_sync.generation.server import LoRASyncGeneration, TrainingBatch
 from trl_lora_sync.run_log import RunLog
 
 pytestmark = pytest.mark.outside

@@ -28,7 +28,7 @@ from trl_lora_sync.errors import (
     UnsupportedSettingError,
     UnsupportedTRLError,
 )
-from trl_lora_sync.overlap import BatchFigures, Overlap, start_sentence
+from trl_lora_sync.generation.overlap import BatchFigures, Overlap, start_sentence
 from trl_lora_sync.runtime import run as run_on_loop
 from trl_lora_sync.settings import ServerAddress, SyncSettings
 from trl_lora_sync.sync import AdapterSync
@@ -140,7 +140,7 @@ def test_a_lease_whose_taker_was_interrupted_ends_with_the_run(tmp_path: Path) -
     with in_memory_engines(shapes=SMALL) as [engine]:
         training = InMemoryRun([engine], tmp_path, overlap=True)
         overlap = Overlap(training.sync)
-        interrupts = Interrupts({"trl_lora_sync.ledger", "trl_lora_sync.overlap"})
+        interrupts = Interrupts({"trl_lora_sync.servers.ledger", "trl_lora_sync.generation.overlap"})
         while not interrupts.is_over:
             interrupts.call(lambda: batch(overlap, GROUPS, OTHERS))
             overlap.cancel()

@@ -32,7 +32,7 @@ from trl_lora_sync.adapter.store import AdapterStore, StoredAdapter, sweep_lefto
 from trl_lora_sync.engine_plugins.pinned_memory import PinError
 from trl_lora_sync.engine_plugins.version_note import NOTE_FORM, NOTE_KEY
 from trl_lora_sync.errors import AdapterExportError, VerificationError
-from trl_lora_sync.transports import DiskTransport, transport_for
+from trl_lora_sync.servers.transports import DiskTransport, transport_for
 from unit.tiny import everything_under, lora_module
 
 TENSORS, CONFIG, NOTE = "adapter_model.safetensors", "adapter_config.json", "lora_sync.json"

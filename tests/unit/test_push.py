@@ -17,12 +17,12 @@ from trl_lora_sync.engine_plugins.vllm_push import PROTOCOL, ROUTE
 from trl_lora_sync.engines.base import TIMEOUTS, Capabilities, Deadline
 from trl_lora_sync.engines.vllm.push import PushedAdapters, SafetensorsBody
 from trl_lora_sync.errors import ServerError, ServerSetupError, ServerUnreachableError
-from trl_lora_sync.ledger import VersionLedger
 from trl_lora_sync.origin import install_command, install_elsewhere
 from trl_lora_sync.runtime import Blocking, run
-from trl_lora_sync.server_handle import ServerHandle
+from trl_lora_sync.servers.handle import ServerHandle
+from trl_lora_sync.servers.ledger import VersionLedger
+from trl_lora_sync.servers.transports import DiskTransport, HTTPTransport, is_sent_content, transport_for
 from trl_lora_sync.settings import ServerAddress
-from trl_lora_sync.transports import DiskTransport, HTTPTransport, is_sent_content, transport_for
 from unit.fleets import settings_for
 from unit.servers import Request, serving
 

@@ -12,7 +12,13 @@ from trl_lora_sync.adapter.export import AdapterReader
 from trl_lora_sync.adapter.fingerprint import fingerprint
 from trl_lora_sync.adapter.flat import FlatBuffer
 from trl_lora_sync.errors import UnsupportedAdapterError
-from trl_lora_sync.scoring import adapter_logprobs, base_logprobs, strong_trial, trial_logprobs, trial_weights
+from trl_lora_sync.generation.scoring import (
+    adapter_logprobs,
+    base_logprobs,
+    strong_trial,
+    trial_logprobs,
+    trial_weights,
+)
 from unit.tiny import base_model, lora_model, randomize_adapters
 
 IDS = [1, 5, 9, 2, 30, 7]
@@ -110,7 +116,7 @@ def test_an_interrupt_at_any_point_leaves_the_model_computing_as_before(score: s
     model.base_model.model.model.norm.eval()
     given, weights = torch.tensor([IDS]), trial_of(model)
     scores = {**SCORES, "trial": lambda model: trial_logprobs(model, weights, IDS)}
-    interrupts = Interrupts({"trl_lora_sync.scoring", "contextlib"})
+    interrupts = Interrupts({"trl_lora_sync.generation.scoring", "contextlib"})
     while not interrupts.is_over:
         before, computed = state_of(model), model.eval()(given).logits
         put_back(model, before)

@@ -22,6 +22,7 @@ from support.bodies import bytes_of_body
 from trl_lora_sync.adapter.canonical import LoRAModule, pad_packed_modules
 from trl_lora_sync.adapter.flat import FlatBuffer
 from trl_lora_sync.adapter.store import AdapterStore, StoredAdapter
+from trl_lora_sync.checks.verify import PROBE_PROMPT, TrainedBase
 from trl_lora_sync.engines import connect
 from trl_lora_sync.engines.base import PromptGroup
 from trl_lora_sync.engines.http import NO_KEY, APIKey, HTTPClient
@@ -36,10 +37,9 @@ from trl_lora_sync.errors import (
     ServerSetupError,
 )
 from trl_lora_sync.runtime import Blocking, Task, run
+from trl_lora_sync.servers.transports import HTTPTransport
 from trl_lora_sync.testing import VERSIONS, FakeSGLang, ServerArgs, random_adapter
 from trl_lora_sync.testing.sglang_scheduler import StrictUnpickler
-from trl_lora_sync.transports import HTTPTransport
-from trl_lora_sync.verify import PROBE_PROMPT, TrainedBase
 from unit.servers import Request, serving
 
 pytestmark = pytest.mark.outside

@@ -17,14 +17,14 @@ from contract.reference import FakeReference
 from contract.served import PROMPT, SMALL, sampling, soon
 
 from trl_lora_sync.adapter.canonical import CanonicalAdapter, Form
+from trl_lora_sync.checks.verify import PROBE_PROMPT, TrainedBase
 from trl_lora_sync.engines.base import TIMEOUTS, PromptGroup
 from trl_lora_sync.errors import AdapterRejectedError, GenerationError, LoRASyncError, ServerSetupError
 from trl_lora_sync.runtime import run as run_on_loop
+from trl_lora_sync.servers.transports import DiskTransport, HTTPTransport, is_sent_content, transport_for
 from trl_lora_sync.settings import ServerAddress
 from trl_lora_sync.sync import AdapterSync
 from trl_lora_sync.testing import FakeSGLang, random_adapter
-from trl_lora_sync.transports import DiskTransport, HTTPTransport, is_sent_content, transport_for
-from trl_lora_sync.verify import PROBE_PROMPT, TrainedBase
 from unit.fleets import settings_for
 
 pytestmark = pytest.mark.outside

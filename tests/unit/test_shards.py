@@ -10,9 +10,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from trl_lora_sync import shards
-from trl_lora_sync.adapter_generation import AdapterGeneration
+from trl_lora_sync.collective import shards
 from trl_lora_sync.errors import UnsupportedSettingError
+from trl_lora_sync.generation.base import AdapterGeneration
 from trl_lora_sync.settings import PolicySettings
 from unit.tiny import base_model, lora_model
 

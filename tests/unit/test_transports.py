@@ -17,7 +17,7 @@ from trl_lora_sync.adapter.store import AdapterStore
 from trl_lora_sync.engines.base import Deadline, Timeouts
 from trl_lora_sync.errors import AdapterExportError, DeadlineExceededError
 from trl_lora_sync.runtime import Blocking, offload, run
-from trl_lora_sync.transports import DiskAndHTTPTransport, DiskTransport, HTTPTransport
+from trl_lora_sync.servers.transports import DiskAndHTTPTransport, DiskTransport, HTTPTransport
 
 
 def adapter() -> CanonicalAdapter:

@@ -16,12 +16,12 @@ from support.adapters import with_tensors
 
 from trl_lora_sync.adapter.canonical import PLAIN
 from trl_lora_sync.adapter.store import StoredAdapter
+from trl_lora_sync.checks.verify import PROBE_PROMPT, TOLERANCE, Scores, Trial, VerificationResult, compare
 from trl_lora_sync.engines.base import Deadline
 from trl_lora_sync.errors import LoRASyncError, VerificationError
 from trl_lora_sync.metrics import SyncReport
 from trl_lora_sync.sync import AdapterSync
 from trl_lora_sync.testing import MODULES, FakeSGLang, random_adapter
-from trl_lora_sync.verify import PROBE_PROMPT, TOLERANCE, Scores, Trial, VerificationResult, compare
 from unit.fleets import FleetRun, settings_for
 
 pytestmark = pytest.mark.outside

@@ -19,8 +19,8 @@ from torch.nn import Parameter
 
 from trl_lora_sync.adapter.canonical import LoRAModule
 from trl_lora_sync.adapter.checkpoint import weight_files
+from trl_lora_sync.adapter.module_tree import weight_of
 from trl_lora_sync.adapter.names import unwrapped_path
-from trl_lora_sync.module_tree import weight_of
 
 if TYPE_CHECKING:
     from peft import PeftModel

@@ -39,6 +39,7 @@ from trl_lora_sync.adapter.flat import FlatBuffer
 from trl_lora_sync.adapter.groups import group_of, without_numbers
 from trl_lora_sync.adapter.initial import initial_of, remember_initial, unknown_initial
 from trl_lora_sync.adapter.modalities import check_adapted_modules
+from trl_lora_sync.adapter.module_tree import ModuleTree
 from trl_lora_sync.adapter.names import WRAPPER_COMPONENTS, Part, ServedNames, trained_path
 from trl_lora_sync.adapter.store import write_adapter
 from trl_lora_sync.adapter.support import (
@@ -56,7 +57,6 @@ from trl_lora_sync.adapter.support import (
     serves_experts,
 )
 from trl_lora_sync.errors import UnsupportedAdapterError
-from trl_lora_sync.module_tree import ModuleTree
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -633,7 +633,7 @@ def _find_experts(model: Any, adapter_name: str, adapted: Mapping[str, Any], ser
         served = names.served(path.removesuffix(".base_layer")).replace(".mlp.experts", f".{family.moe}.experts")
         matrices = _matrices(layer, adapter_name)
         # PEFT multiplies these weights without calling the modules (0.21, `ParamWrapper`), so no forward hook sees
-        # them, and a trial adapter replaces the weights themselves (`scoring.computing_with`).
+        # them, and a trial adapter replaces the weights themselves (`generation.scoring.computing_with`).
         mark_read_directly(matrices)
         layers.append(
             ExpertLayer(

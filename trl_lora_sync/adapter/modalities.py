@@ -52,7 +52,7 @@ def check_adapted_modules(
     Args:
         model: the model without PEFT's wrapper.
         adapted: the modules of `model` that carry it, by their paths.
-        proves_groups: whether the modules that see images will be proved, see `image_probe`.
+        proves_groups: whether the modules that see images will be proved, see `generation.image_probe`.
 
     Raises:
         UnsupportedAdapterError: some are outside of what a server serves; with the `exclude_modules` to set.

@@ -2,9 +2,9 @@
 
 from trl_lora_sync.checks.finding import NOTE, OK, PROBLEM
 from trl_lora_sync.checks.subject import Found, Offer, Subject
+from trl_lora_sync.checks.verify import PROBE_PROMPT, Scores, Trial, VerificationResult, compare, mean_distance
 from trl_lora_sync.engines.base import Deadline, PromptGroup, Sampling
 from trl_lora_sync.errors import AdapterLayersError, AdapterNotVisibleError, AdapterRejectedError, VerificationError
-from trl_lora_sync.verify import PROBE_PROMPT, Scores, Trial, VerificationResult, compare, mean_distance
 
 # Ids that every vocabulary has, as the trainer's may be unknown.
 _PROMPT = PromptGroup(prompt=[0, 1, 2, 3], count=1)

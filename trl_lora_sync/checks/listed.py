@@ -13,12 +13,12 @@ from trl_lora_sync.adapter.canonical import common_form
 from trl_lora_sync.checks import adapter, server
 from trl_lora_sync.checks.finding import NOTE, Finding
 from trl_lora_sync.checks.subject import Check, Expected, Offer, Subject, TrialStore
+from trl_lora_sync.checks.verify import Trial
 from trl_lora_sync.engines.base import Deadline
 from trl_lora_sync.runtime import each, offload
-from trl_lora_sync.verify import Trial
 
 if TYPE_CHECKING:
-    from trl_lora_sync.server_handle import ServerHandle
+    from trl_lora_sync.servers.handle import ServerHandle
 
 logger = logging.getLogger(__name__)
 

@@ -8,12 +8,12 @@ from collections.abc import Sequence
 
 from trl_lora_sync.addresses import is_local_url
 from trl_lora_sync.checks.finding import NOTE, OK, PROBLEM
+from trl_lora_sync.checks.mixed_batches import score_base
 from trl_lora_sync.checks.subject import Found, Subject
 from trl_lora_sync.engine_plugins import cuda_ipc
 from trl_lora_sync.engines.base import Deadline
 from trl_lora_sync.engines.registry import ENGINES
 from trl_lora_sync.errors import AdapterRejectedError, ServerSetupError
-from trl_lora_sync.mixed_batches import score_base
 
 _UNKNOWN_BASE = "not compared: the trained model is not known here"
 _UNKNOWN_ADAPTER = "not compared: the adapter is not known here. Give --adapter or --peft-config."

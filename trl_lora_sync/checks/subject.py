@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING
 from trl_lora_sync.adapter.canonical import CanonicalAdapter, widened
 from trl_lora_sync.adapter.store import StoredAdapter
 from trl_lora_sync.checks.finding import NOTE, PROBLEM, Finding
+from trl_lora_sync.checks.mixed_batches import SharedCPUServerError
+from trl_lora_sync.checks.verify import Scores, TrainedBase, Trial, VerificationResult
 from trl_lora_sync.engines.base import Capabilities, Deadline, Engine
 from trl_lora_sync.engines.registry import restart_command
 from trl_lora_sync.errors import LoRASyncError, ServerSetupError
-from trl_lora_sync.ledger import VersionLedger
-from trl_lora_sync.mixed_batches import SharedCPUServerError
-from trl_lora_sync.transports import DiskTransport
-from trl_lora_sync.verify import Scores, TrainedBase, Trial, VerificationResult
+from trl_lora_sync.servers.ledger import VersionLedger
+from trl_lora_sync.servers.transports import DiskTransport
 
 if TYPE_CHECKING:
-    from trl_lora_sync.server_handle import ServerHandle
+    from trl_lora_sync.servers.handle import ServerHandle
 
 
 @dataclass(frozen=True, kw_only=True)

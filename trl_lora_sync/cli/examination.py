@@ -13,10 +13,10 @@ from safetensors import SafetensorError
 
 from trl_lora_sync.addresses import default_sync_dir, is_local_url
 from trl_lora_sync.checks.finding import NOTE, OK, PROBLEM
+from trl_lora_sync.checks.verify import PROBE_PROMPT, Scores, TrainedBase, Trial
 from trl_lora_sync.cli.diagnosis import Diagnosis, DoctorInput, model_folder
 from trl_lora_sync.cli.peft_config import served_modules
 from trl_lora_sync.runtime import run
-from trl_lora_sync.verify import PROBE_PROMPT, Scores, TrainedBase, Trial
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from trl_lora_sync.adapter.canonical import CanonicalAdapter, Form
     from trl_lora_sync.adapter.saved import SavedAdapter
     from trl_lora_sync.checks.subject import Expected
-    from trl_lora_sync.server_handle import ServerHandle
-    from trl_lora_sync.transports import DiskTransport
+    from trl_lora_sync.servers.handle import ServerHandle
+    from trl_lora_sync.servers.transports import DiskTransport
 
 # Half of it is the mean distance of log-probabilities beyond which two servers do not serve the same weights.
 _SPREAD_OF_PEER = 1.0
@@ -33,8 +33,8 @@ _SPREAD_OF_PEER = 1.0
 
 def handle_of(url: str, given: DoctorInput) -> "ServerHandle":
     """The server as in a run that accepts either engine and either serving mode."""
-    from trl_lora_sync.ledger import VersionLedger
-    from trl_lora_sync.server_handle import ServerHandle
+    from trl_lora_sync.servers.handle import ServerHandle
+    from trl_lora_sync.servers.ledger import VersionLedger
     from trl_lora_sync.settings import ServerAddress, SyncSettings
 
     # A run may be using this server, so the settings below pause nothing and release no memory.
@@ -89,7 +89,7 @@ def examine(server: "ServerHandle", given: DoctorInput, diagnosis: Diagnosis, sc
 def _transport(given: DoctorInput, server: "ServerHandle") -> "DiskTransport | None":
     """How an adapter reaches the server; None if no way is known."""
     from trl_lora_sync.adapter.store import AdapterStore
-    from trl_lora_sync.transports import DiskTransport, HTTPTransport
+    from trl_lora_sync.servers.transports import DiskTransport, HTTPTransport
 
     # Not `is_sent_content`, which raises where no way is known. Here the adapter is then left out, with a note.
     served, settings = server.engine.capabilities, server.settings
@@ -214,7 +214,7 @@ def _trained(base: Path, adapter: Path | None) -> tuple[TrainedBase, Scores]:
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging as transformers_logging
 
-    from trl_lora_sync.scoring import adapter_logprobs, base_logprobs
+    from trl_lora_sync.generation.scoring import adapter_logprobs, base_logprobs
 
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()

@@ -15,18 +15,7 @@ from trl_lora_sync import _trl
 from trl_lora_sync.adapter.canonical import PLAIN, CanonicalAdapter
 from trl_lora_sync.adapter.checkpoint import config_changes
 from trl_lora_sync.adapter.fingerprint import fingerprint
-from trl_lora_sync.adapter_generation import AdapterGeneration, MakeTrials
-from trl_lora_sync.colocate import engine, placing, shared_base
-from trl_lora_sync.colocate.engine import Policy
-from trl_lora_sync.colocate.in_weights import FoldedIntoSharedWeights, MergedIntoOwnWeights
-from trl_lora_sync.colocate.shared_base import SharedBase
-from trl_lora_sync.colocate.slots import AdapterSlots
-from trl_lora_sync.distributed import DIFFERENT_ADAPTERS, run_on_all, run_on_main
-from trl_lora_sync.engines.images import as_trained, one_token_per_image
-from trl_lora_sync.errors import GenerationError, UnsupportedSettingError, VerificationError
-from trl_lora_sync.metrics import PhaseTimer, SyncReport
-from trl_lora_sync.settings import ColocateSettings
-from trl_lora_sync.verify import (
+from trl_lora_sync.checks.verify import (
     PROBE_PROMPT,
     ReadAdapter,
     Scores,
@@ -35,6 +24,17 @@ from trl_lora_sync.verify import (
     VerificationResult,
     compare,
 )
+from trl_lora_sync.collective.distributed import DIFFERENT_ADAPTERS, run_on_all, run_on_main
+from trl_lora_sync.colocate import engine, placing, shared_base
+from trl_lora_sync.colocate.engine import Policy
+from trl_lora_sync.colocate.in_weights import FoldedIntoSharedWeights, MergedIntoOwnWeights
+from trl_lora_sync.colocate.shared_base import SharedBase
+from trl_lora_sync.colocate.slots import AdapterSlots
+from trl_lora_sync.engines.images import as_trained, one_token_per_image
+from trl_lora_sync.errors import GenerationError, UnsupportedSettingError, VerificationError
+from trl_lora_sync.generation.base import AdapterGeneration, MakeTrials
+from trl_lora_sync.metrics import PhaseTimer, SyncReport
+from trl_lora_sync.settings import ColocateSettings
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from trl_lora_sync import server_handle
 from trl_lora_sync.adapter.canonical import CanonicalAdapter
 from trl_lora_sync.adapter.store import StoredAdapter
 from trl_lora_sync.engines.base import (
@@ -38,6 +37,7 @@ from trl_lora_sync.errors import (
     ServerUnreachableError,
 )
 from trl_lora_sync.runtime import in_parallel, offload
+from trl_lora_sync.servers import handle
 from trl_lora_sync.testing.policy import Shapes, log_softmax, read_adapter
 from trl_lora_sync.testing.serving import server_args
 from trl_lora_sync.testing.sglang import VERSIONS
@@ -360,7 +360,7 @@ def in_memory_engines(
     by_url = {engine.base_url: engine for engine in engines}
     names = ("connect_engine", "wait_until_up", "reason_to_be_down")
     # Read before they are replaced. So a nested block passes on to the outer one what is not at its URLs.
-    connect, wait, reason = (vars(server_handle)[name] for name in names)
+    connect, wait, reason = (vars(handle)[name] for name in names)
 
     async def connect_engine(base_url: str, *, deadline: Deadline, **options: Any) -> Engine:
         if base_url not in by_url:
@@ -385,9 +385,9 @@ def in_memory_engines(
             return down
         return None if by_url[base_url].is_up else ServerUnreachableError(f"No server answers at {base_url}.")
 
-    # In `server_handle`, which looks these names up at each call.
+    # In `servers.handle`, which looks these names up at each call.
     with mock.patch.multiple(
-        server_handle,
+        handle,
         connect_engine=connect_engine,
         wait_until_up=wait_until_up,
         reason_to_be_down=reason_to_be_down,

@@ -16,9 +16,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.distributed.tensor import Shard as ShardPlacement
 
+from trl_lora_sync.adapter.module_tree import module_tree
 from trl_lora_sync.adapter.support import WEIGHTS_WAY_OUT
 from trl_lora_sync.errors import UnsupportedSettingError
-from trl_lora_sync.module_tree import module_tree
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,8 +3,8 @@
 import random
 from typing import Any
 
+from trl_lora_sync.checks.verify import ImageProbe
 from trl_lora_sync.errors import UnsupportedSettingError
-from trl_lora_sync.verify import ImageProbe
 
 _SIDE, _SEED = 112, 20_013
 _QUESTION = "What is in this picture? Describe it."

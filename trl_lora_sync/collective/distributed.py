@@ -17,8 +17,8 @@ from accelerate.utils import DistributedType, broadcast_object_list, gather_obje
 from torch import Tensor, nn
 
 from trl_lora_sync.adapter.support import WEIGHTS_WAY_OUT
+from trl_lora_sync.collective.shards import Shard, shards_of
 from trl_lora_sync.errors import RemoteProcessError, UnsupportedSettingError
-from trl_lora_sync.shards import Shard, shards_of
 
 T = TypeVar("T")
 # A multiple of every element size, so that each tensor in a byte buffer starts where its dtype may.

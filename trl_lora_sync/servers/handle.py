@@ -13,7 +13,7 @@ from trl_lora_sync.adapter.store import StoredAdapter
 from trl_lora_sync.checks.adapter import mismatch_error
 from trl_lora_sync.checks.listed import RunChecks
 from trl_lora_sync.checks.subject import Expected, Subject
-from trl_lora_sync.cut_offs import CutOffs
+from trl_lora_sync.checks.verify import PROBE_PROMPT, Scores, VerificationResult, compare
 from trl_lora_sync.engine_plugins import unfinished
 from trl_lora_sync.engine_plugins.safetensors_file import TENSORS_FILE
 from trl_lora_sync.engines.base import Deadline, Engine
@@ -27,11 +27,11 @@ from trl_lora_sync.errors import (
     ServerSetupError,
     ServerUnreachableError,
 )
-from trl_lora_sync.ledger import Holding, VersionLedger
 from trl_lora_sync.runtime import cancelled, offload, spawn
+from trl_lora_sync.servers.cut_offs import CutOffs
+from trl_lora_sync.servers.ledger import Holding, VersionLedger
+from trl_lora_sync.servers.transports import is_sent_content
 from trl_lora_sync.settings import ServerAddress, SyncSettings
-from trl_lora_sync.transports import is_sent_content
-from trl_lora_sync.verify import PROBE_PROMPT, Scores, VerificationResult, compare
 
 logger = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ ReadAdapter = Callable[["Form"], "CanonicalAdapter"]
 # 37 and 200 have no common divisor, so no id occurs twice.
 PROBE_PROMPT = tuple((37 * place + 11) % 200 for place in range(24))
 # Rounding, quantisation of the served base and other kernels stay well below; another model does not.
-# In spreads of the log-probabilities over the vocabulary; an unrelated policy is about 1.1 away (`scoring`).
+# In spreads of the log-probabilities over the vocabulary; an unrelated policy is about 1.1 away (`generation.scoring`).
 _SUSPICIOUS = 0.5
 # How many times the base model's own gap the served change may be away from the trained one.
 TOLERANCE = 3.0

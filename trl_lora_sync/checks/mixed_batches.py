@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from trl_lora_sync.addresses import is_local_url, next_port
+from trl_lora_sync.checks.verify import PROBE_PROMPT
 from trl_lora_sync.engines.vllm.spec import VLLM
 from trl_lora_sync.errors import DeadlineExceededError, GenerationError, ServerSetupError
-from trl_lora_sync.verify import PROBE_PROMPT
 
 if TYPE_CHECKING:
     from trl_lora_sync.engines.base import Deadline, Engine

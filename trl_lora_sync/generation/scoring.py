@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from trl_lora_sync.adapter.experts import is_read_directly
-from trl_lora_sync.verify import ImageProbe
+from trl_lora_sync.checks.verify import ImageProbe
 
 T = TypeVar("T")
 Prompt = Sequence[int] | ImageProbe

@@ -27,9 +27,11 @@ from trl_lora_sync.adapter.extras import neutral_extras, trial_extras
 from trl_lora_sync.adapter.fingerprint import fingerprint
 from trl_lora_sync.adapter.groups import experts_note, sees_images, without_numbers
 from trl_lora_sync.adapter.modalities import vision_exclusion
+from trl_lora_sync.adapter.module_tree import weight_of
 from trl_lora_sync.adapter.names import trained_path, unwrapped_path
 from trl_lora_sync.adapter.support import WEIGHTS_WAY_OUT, check_other_parameters
-from trl_lora_sync.distributed import (
+from trl_lora_sync.checks.verify import PROBE_PROMPT, ReadAdapter, Scores, TrainedBase, Trial
+from trl_lora_sync.collective.distributed import (
     check_launcher,
     check_same_start,
     gather_weights,
@@ -39,11 +41,10 @@ from trl_lora_sync.distributed import (
     run_on_all,
     run_on_main,
 )
+from trl_lora_sync.collective.shards import check_quantised, is_partitioned, is_sharded, shards_of, whole_in_forward
 from trl_lora_sync.errors import LoRASyncError, UnsupportedAdapterError, UnsupportedSettingError
-from trl_lora_sync.image_probe import make_image_probe
-from trl_lora_sync.metrics import PhaseTimer, SyncReport
-from trl_lora_sync.module_tree import weight_of
-from trl_lora_sync.scoring import (
+from trl_lora_sync.generation.image_probe import make_image_probe
+from trl_lora_sync.generation.scoring import (
     Prompt,
     adapter_logprobs,
     base_logprobs,
@@ -52,9 +53,8 @@ from trl_lora_sync.scoring import (
     trial_logprobs,
     trial_weights,
 )
+from trl_lora_sync.metrics import PhaseTimer, SyncReport
 from trl_lora_sync.settings import PolicySettings
-from trl_lora_sync.shards import check_quantised, is_partitioned, is_sharded, shards_of, whole_in_forward
-from trl_lora_sync.verify import PROBE_PROMPT, ReadAdapter, Scores, TrainedBase, Trial
 
 logger = logging.getLogger(__name__)
 

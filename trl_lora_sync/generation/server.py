@@ -18,18 +18,24 @@ from typing import Any
 from accelerate.utils import gather_object
 
 from trl_lora_sync.adapter.checkpoint import config_changes
-from trl_lora_sync.adapter_generation import AdapterGeneration, Fingerprint, MakeTrials
-from trl_lora_sync.client import RolloutClient
-from trl_lora_sync.distributed import DIFFERENT_ADAPTERS, models_prepared, results_of_all, run_on_all, run_on_main
+from trl_lora_sync.checks.verify import ReadAdapter, TrainedBase
+from trl_lora_sync.collective.distributed import (
+    DIFFERENT_ADAPTERS,
+    models_prepared,
+    results_of_all,
+    run_on_all,
+    run_on_main,
+)
 from trl_lora_sync.engines.base import Completion, PromptGroup, Sampling
 from trl_lora_sync.errors import LoRASyncError, VerificationError
-from trl_lora_sync.finalizer import Finalizer
-from trl_lora_sync.fleet import Fleet
+from trl_lora_sync.generation.base import AdapterGeneration, Fingerprint, MakeTrials
+from trl_lora_sync.generation.client import RolloutClient
+from trl_lora_sync.generation.finalizer import Finalizer
+from trl_lora_sync.generation.overlap import BatchFigures, Overlap
 from trl_lora_sync.metrics import PhaseTimer, SyncReport
-from trl_lora_sync.overlap import BatchFigures, Overlap
+from trl_lora_sync.servers.fleet import Fleet
 from trl_lora_sync.settings import SyncSettings
 from trl_lora_sync.sync import AdapterSync, ScoreAdapter
-from trl_lora_sync.verify import ReadAdapter, TrainedBase
 
 logger = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from trl_lora_sync.adapter.store import StoredAdapter
 from trl_lora_sync.addresses import is_gone
 from trl_lora_sync.checks.listed import RunChecks
 from trl_lora_sync.checks.subject import Expected, TrialStore
-from trl_lora_sync.dispatch import Worker, dispatch
+from trl_lora_sync.checks.verify import Scores, Trial, VerificationResult
 from trl_lora_sync.engines.base import Capabilities, Completion, Deadline, PromptGroup, Sampling
 from trl_lora_sync.errors import (
     AdapterRejectedError,
@@ -26,12 +26,12 @@ from trl_lora_sync.errors import (
     LoRASyncError,
     ServerUnreachableError,
 )
-from trl_lora_sync.ledger import Holding, VersionLedger
 from trl_lora_sync.runtime import cancelled, each, in_parallel, offload, run, spawn
-from trl_lora_sync.server_handle import ServerHandle, ServerState, is_loss
+from trl_lora_sync.servers.dispatch import Worker, dispatch
+from trl_lora_sync.servers.handle import ServerHandle, ServerState, is_loss
+from trl_lora_sync.servers.ledger import Holding, VersionLedger
+from trl_lora_sync.servers.transports import DiskTransport
 from trl_lora_sync.settings import SyncSettings
-from trl_lora_sync.transports import DiskTransport
-from trl_lora_sync.verify import Scores, Trial, VerificationResult
 
 logger = logging.getLogger(__name__)
 
