@@ -15,11 +15,11 @@ from trl_lora_sync.checks.verify import Scores, TrainedBase, Trial, Verification
 from trl_lora_sync.engines.base import Capabilities, Deadline, Engine
 from trl_lora_sync.engines.registry import restart_command
 from trl_lora_sync.errors import LoRASyncError, ServerSetupError
-from trl_lora_sync.servers.ledger import VersionLedger
-from trl_lora_sync.servers.transports import DiskTransport
 
 if TYPE_CHECKING:
     from trl_lora_sync.servers.handle import ServerHandle
+    from trl_lora_sync.servers.ledger import VersionLedger
+    from trl_lora_sync.servers.transports import DiskTransport
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +74,7 @@ class TrialStore:
         clean_up_s: how long the unload of an adapter is waited for.
     """
 
-    def __init__(self, transport: DiskTransport, ledger: VersionLedger, *, clean_up_s: float) -> None:
+    def __init__(self, transport: "DiskTransport", ledger: "VersionLedger", *, clean_up_s: float) -> None:
         self._transport = transport
         self._ledger = ledger
         self._clean_up_s = clean_up_s
