@@ -2,7 +2,9 @@
 
 import ast
 import re
+from collections.abc import Iterable
 from functools import cache
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import docs_hooks
@@ -230,3 +232,30 @@ def test_tests_use_public_names() -> None:
         for file in sorted((ROOT / "tests").rglob("*.py"))
     }
     assert {file: found for file, found in uses.items() if found} == {}
+
+
+def rooms_imported(sources: Iterable[tuple[str, str]]) -> dict[str, set[str]]:
+    """For each folder or file at the top of the package, which others are imported when it is imported.
+
+    Args:
+        sources: the folder or file, and one source of it.
+    """
+    found: dict[str, set[str]] = {}
+    for room, source in sources:
+        # Not what is imported for types or within functions.
+        for node in ast.parse(source).body:
+            if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "trl_lora_sync":
+                names = [f"{node.module}.{alias.name}" for alias in node.names]
+                found.setdefault(room, set()).update(name.split(".")[1] for name in names)
+    return {room: others - {room} for room, others in found.items()}
+
+
+def test_imports_between_folders_point_one_way() -> None:
+    package = docs_hooks.PACKAGE
+    sources = [(file.relative_to(package).with_suffix("").parts[0], file.read_text()) for file in SOURCES]
+    TopologicalSorter(rooms_imported(sources)).prepare()
+
+    there, back = "from trl_lora_sync.b.one import two\n", "from trl_lora_sync import a\n"
+    TopologicalSorter(rooms_imported([("a", there), ("b", f"if TYPE_CHECKING:\n    {back}")])).prepare()
+    with pytest.raises(CycleError):
+        TopologicalSorter(rooms_imported([("a", there), ("b", back)])).prepare()
