@@ -130,6 +130,9 @@ def _computed_changes(model: Any, layer: Any) -> Iterator[str]:
     x = torch.linspace(-1, 1, _IN).unsqueeze(0)
     lora_A, lora_B = layer.lora_A[_NAME].weight, layer.lora_B[_NAME].weight
     with torch.no_grad():
+        for matrix in (lora_A, lora_B):
+            # Not what PEFT draws, which may be so small that another function of the product is close to it.
+            matrix.copy_(torch.linspace(-1, 2, matrix.numel()).view_as(matrix))
         change = x @ (lora_B @ lora_A).T * (_ALPHA / _R)
         try:
             adapted = model(x)
