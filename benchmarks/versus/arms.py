@@ -282,6 +282,8 @@ class OurArm:
     split = sync
 
     def sample(self, groups: Sequence[PromptGroup], sampling: Sampling) -> list[list[Completion]]:
+        # As TRL's trainer, whose generation looks at the model first.
+        self.generation.sync_if_changed()
         return self.generation.sync.generate(self.model_name, groups, sampling, deadline("Sampling"))
 
     def use(self, model: PeftModel) -> None:

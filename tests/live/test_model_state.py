@@ -115,3 +115,36 @@ def test_a_layer_that_was_replaced_is_published_and_what_was_read_before_the_loo
     assert not [name for name in adapters_on(proxy.base_url) if version_of(name) == 3]
     assert version_of(generation.active_name) == 4
     assert is_policy_of(model, sample(generation, [token_ids(1)]))
+
+
+def test_a_change_between_a_sample_and_a_sync_is_seen_by_the_next_sample(
+    make_trainer: Make, proxy: Proxy, base_model: Path
+) -> None:
+    """After the look of a sample, a sync leaves its own look to the sample that follows."""
+    trainer = make_trainer(proxy.base_url, base_model)
+    model, generation = trainer.model, trainer.vllm_generation
+    for seed in range(2):
+        randomize_adapter(model, seed=seed)
+        generation.sync_weights()
+    sample(generation, [token_ids(1)])
+    linear = next(module for name, module in model.named_modules() if name.endswith("lora_B.default"))
+    linear.weight = torch.nn.Parameter(torch.full_like(linear.weight, 0.05))
+    generation.sync_weights()
+    assert loads(proxy) == [1, 2, 3]
+    assert is_policy_of(model, sample(generation, [token_ids(1)]))
+    assert loads(proxy) == [1, 2, 3, 4]
+
+    layer = next(layer for layer in model.modules() if hasattr(layer, "lora_A"))
+    layer.scaling["default"] *= 3
+    generation.sync_weights()
+    assert is_policy_of(model, sample(generation, [token_ids(1)]))
+    assert loads(proxy) == [1, 2, 3, 4, 5, 6]
+
+    model.merge_adapter()
+    generation.sync_weights()
+    with pytest.raises(UnsupportedAdapterError, match=r"at the moment \(call model\.unmerge"):
+        sample(generation, [token_ids(1)])
+    with pytest.raises(UnsupportedAdapterError, match=r"at the moment \(call model\.unmerge"):
+        generation.sync_weights()  # no sample was drawn since the last one
+    model.unmerge_adapter()
+    assert is_policy_of(model, sample(generation, [token_ids(1)]))

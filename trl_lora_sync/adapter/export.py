@@ -39,7 +39,7 @@ from trl_lora_sync.adapter.flat import FlatBuffer
 from trl_lora_sync.adapter.groups import group_of, without_numbers
 from trl_lora_sync.adapter.initial import initial_of, remember_initial, unknown_initial
 from trl_lora_sync.adapter.modalities import check_adapted_modules
-from trl_lora_sync.adapter.module_tree import ModuleTree
+from trl_lora_sync.adapter.module_tree import ModuleTree, weight_of
 from trl_lora_sync.adapter.names import WRAPPER_COMPONENTS, Part, ServedNames, trained_path
 from trl_lora_sync.adapter.store import write_adapter
 from trl_lora_sync.adapter.support import (
@@ -196,6 +196,7 @@ class AdapterReader:
         self._adapter_name = ""
         # The same tuple as long as it holds the matrices that are trained; None if it has to be made for each sync.
         self._modules: tuple[LoRAModule, ...] | None = None
+        self._as_read: tuple[list[Tensor], tuple[float, ...]] = ([], ())  # what it holds, in the order of the layers
         self._checked: list[object] | None = None  # what `_look` found when all layers were checked
         self._sizes: list[int] = []  # of the matrices in `_modules`
 
@@ -301,6 +302,7 @@ class AdapterReader:
                 return _read(self._layers, None)
             # A tuple, as `FlatBuffer` keeps its copies only for the very tuple that it was given before.
             self._modules = tuple(_read(self._layers, None))
+            self._as_read = [*map(weight_of, self.last_linears)], self.scalings()
         return self._modules
 
     def read(
@@ -323,6 +325,11 @@ class AdapterReader:
         if self._modules is None or self.extras or self._experts or form.packed_modules:
             return None
         return _export(model, self._adapter_name, self._modules, self.buffer, dtype, False, NO_EXTRAS)
+
+    @property
+    def as_read(self) -> tuple[list[Tensor], tuple[float, ...]]:
+        """The weights of the `linears` and the scalings that `read_again` reads, whatever the model has by now."""
+        return self._as_read
 
     def is_as_read(self) -> bool:
         """Whether the layers of the last `linears` compute with what was read; errors as of `check`."""

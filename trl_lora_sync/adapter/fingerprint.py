@@ -39,10 +39,10 @@ class Fingerprints:
 
     def of(self, tensors: Sequence[Tensor]) -> Tensor:
         """The numbers of `fingerprint`, which are not waited for; on the device of `tensors` if they are on one."""
-        if len({one.device for one in tensors}) != 1:
-            return torch.tensor(fingerprint(tensors))
         # Shards are other tensors each time, for which nothing is recorded.
-        if len(tensors) != len(self._last) or not all(map(is_, tensors, self._last)):
+        if not tensors or len(tensors) != len(self._last) or not all(map(is_, tensors, self._last)):
+            if len({one.device for one in tensors}) != 1:
+                return torch.tensor(fingerprint(tensors))
             self._last, self._repeated = tensors, None
             return torch.stack(_sums_of(tensors))
         if self._repeated is None:

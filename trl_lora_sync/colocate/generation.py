@@ -462,7 +462,7 @@ class ColocateGeneration(AdapterGeneration):
         if self.active_name is None and self.accelerator.num_processes == 1:
             self.sync_weights()
         else:
-            self._sync_if_changed()
+            self.sync_if_changed()
         self._check_active()
 
     def _check_active(self) -> None:

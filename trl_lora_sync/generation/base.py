@@ -99,6 +99,7 @@ class AdapterGeneration(VLLMGeneration):  # type: ignore[misc]
         self._generate_s: float | None = None  # since it was last taken; None before the first generation
         self._sharded = False
         self._published: Fingerprint | None = None  # of this process's part of the active version
+        self._has_looked = False  # whether the model was looked at, for a sample, since the last sync
         self._base_drift = BaseDrift()
         self._frozen: list[nn.Parameter] = []  # when the layout was looked at
         self._base_logprobs: list[float] | None = None  # of `PROBE_PROMPT`, by the model with its present wrapper
@@ -169,6 +170,7 @@ class AdapterGeneration(VLLMGeneration):  # type: ignore[misc]
         # Also where an older version is requested: a merged or disabled adapter must not be sampled from unnoticed.
         self.reader.check()
         self._check_base_weights()
+        self._has_looked = True
         if self.settings.samples_older:
             return False
         if self._published is None:
@@ -207,7 +209,7 @@ class AdapterGeneration(VLLMGeneration):  # type: ignore[misc]
             what,
         )
 
-    def _sync_if_changed(self) -> None:
+    def sync_if_changed(self) -> None:
         """For what samples on process 0 alone, such as a rollout function.
 
         Raises:

@@ -94,7 +94,7 @@ class LoRASyncGeneration(AdapterGeneration):
 
             # Before the start: an error there closes the run, but leaves the connections to this.
             Finalizer(self, end)
-            self.vllm_client = RolloutClient(sync, self._sync_if_changed)
+            self.vllm_client = RolloutClient(sync, self.sync_if_changed)
         read, base = self._gather_adapter(PhaseTimer()), self._trained_base()
         make_trials = self.trials(base)
         summary = run_on_main(self.accelerator, lambda: self._start(read, base, make_trials))
@@ -126,14 +126,17 @@ class LoRASyncGeneration(AdapterGeneration):
             run_on_main(self.accelerator, self._settle)
         timer = PhaseTimer()
         report, published = self._publish_again(timer) or self._look_and_publish(timer)
+        self._has_looked = False
         # After the publish: an error leaves the version before active, on every process.
         self.active_name, self._published = report.adapter_name, published
         self.on_sync(report)
 
     def _publish_again(self, timer: PhaseTimer) -> tuple[SyncReport, Fingerprint] | None:
-        """Publish what was read for the version before, and look at the model only while the servers load.
+        """Publish what was read for the version before, and look at the model only while the servers load, or later.
 
-        To look at an 8B model takes as long as the rest of the trainer's part of a sync.
+        To look at an 8B model takes as long as the rest of the trainer's part of a sync. `generate` does it before it
+        samples, and publishes once more if the model does not compute with what was read here. So between two looks of
+        `generate`, one sync needs none.
 
         Returns:
             The report and the fingerprint; None if the model has to be looked at first.
@@ -152,10 +155,13 @@ class LoRASyncGeneration(AdapterGeneration):
         noted: list[Fingerprint] = []
 
         def look() -> None:
-            linears = self.linears()
-            if not self.reader.is_as_read():
-                raise _ChangedModelError
-            noted[:] = [self._fingerprint(linears)]
+            # Where older versions are sampled from, `generate` publishes nothing.
+            if not self._has_looked or self.settings.samples_older:
+                self.linears()
+                if not self.reader.is_as_read():
+                    raise _ChangedModelError
+            weights, scalings = self.reader.as_read
+            noted[:] = [(self.reader.fingerprints.of(weights), scalings)]
 
         try:
             # Python evaluates from left to right, so `look` has filled `noted` by the time it is read.
@@ -348,10 +354,10 @@ class LoRASyncGeneration(AdapterGeneration):
         with self._preparing:
             return self.sync.wake()
 
-    def _sync_if_changed(self) -> None:
+    def sync_if_changed(self) -> None:
         """See `AdapterGeneration`; servers that sleep are woken. One thread at a time, so that the first one syncs."""
         with self._preparing:
-            super()._sync_if_changed()
+            super().sync_if_changed()
             if self.active_name is None or not self.settings.frees_kv_cache or self._wake():
                 return
             if self.accelerator.num_processes > 1:
