@@ -301,7 +301,9 @@ async def in_parallel(act: Callable[[T], Awaitable[R]], items: Sequence[T], at_m
     Raises:
         BaseException: the first error of any call, immediately; the other calls are cancelled.
     """
-    turns = asyncio.Semaphore(at_most or max(1, len(items)))
+    if not items:
+        return []  # without a turn of the loop
+    turns = asyncio.Semaphore(at_most or len(items))
 
     async def in_turn(item: T) -> R:
         async with turns:

@@ -17,6 +17,7 @@ import logging
 import os
 import shlex
 from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from statistics import fmean
 from typing import Any
@@ -214,16 +215,33 @@ class AdapterSync:
         if score is not None and not self.needs_verification:
             beside = _Beside(meanwhile)
             try:
-                return run(self._publish(adapter, None, timer, beside, deadline, is_final=False), beside)
+                return self._attempt(adapter, None, timer, beside, deadline, is_final=False)
             except VerificationDueError as error:
                 logger.warning("%s", error)
         with timer.phase("verify"):
             probe = score() if score is not None and self.needs_verification else None
         beside = _Beside(meanwhile)
-        return run(self._publish(adapter, probe, timer, beside, deadline, is_final=True), beside)
+        return self._attempt(adapter, probe, timer, beside, deadline, is_final=True)
+
+    def _attempt(
+        self,
+        adapter: CanonicalAdapter,
+        probe: Scores | None,
+        timer: PhaseTimer,
+        beside: _Beside,
+        deadline: Deadline,
+        *,
+        is_final: bool,
+    ) -> SyncReport:
+        version = self._next_version
+        self._next_version += 1  # a name is never used again, not even after a failure
+        # Here, as it takes a while until the loop begins. If an interrupt comes before that, `close` deletes the files.
+        writing = self.transport.begin(version, adapter)
+        return run(self._publish(writing, adapter, probe, timer, beside, deadline, is_final=is_final), beside)
 
     async def _publish(
         self,
+        writing: "Future[StoredAdapter]",
         adapter: CanonicalAdapter,
         probe: Scores | None,
         timer: PhaseTimer,
@@ -235,6 +253,7 @@ class AdapterSync:
         """One attempt.
 
         Args:
+            writing: begun by the transport.
             probe: log-probabilities of `PROBE_PROMPT`, for servers that need to be verified.
             deadline: of the whole sync.
             is_final: whether such a server may go unverified if there is no probe.
@@ -245,10 +264,8 @@ class AdapterSync:
         try:
             # Of the sync before, if its timer has not fired yet: the timer below takes its place in `_retirement`.
             self._retire_now()
-            version = self._next_version
-            self._next_version += 1  # a name is never used again, not even after a failure
             with timer.phase("write"):
-                stored = await self.transport.write(version, adapter, deadline)
+                stored = await self.transport.written(writing, deadline)
         except BaseException:
             beside.may_begin.set()
             raise
@@ -259,7 +276,7 @@ class AdapterSync:
             await beside.done.wait()
             with timer.phase("verify"):
                 # Where every server has compared what it holds with what was sent, that shows more than its files do.
-                is_compared = stored.has_checksum and self.fleet.capabilities.checks_payload
+                is_compared = stored.note is not None and self.fleet.capabilities.checks_payload
                 # After the load: before it, files that are damaged later would pass.
                 if self.settings.verify != "off" and not is_compared:
                     await self.transport.check(stored, adapter, deadline)
@@ -273,6 +290,8 @@ class AdapterSync:
 
     async def _note_sent(self, stored: StoredAdapter, sent: Event, deadline: Deadline) -> None:
         try:
+            if self.fleet.reserved_for == stored.name:
+                return  # there is no request
             await asyncio.sleep(_SENT_AFTER_S)
             if stored.is_awaited:
                 # The thread that has copied the file needs Python's lock to end the wait of the workers, and got it
@@ -347,6 +366,11 @@ class AdapterSync:
         await asyncio.gather(*map(self._delete, deletable))
         # After that, as a version that goes may leave its memory to the next one.
         self.transport.prepare()
+        # Where the KV cache is released, the server is about to sleep, or does already.
+        if self.active is not None and not self.settings.frees_kv_cache:
+            coming = self.transport.store.after(self.active, self._next_version)
+            if coming is not None:
+                await self.fleet.reserve(coming, self._control_deadline("Reserving a slot for the next version"))
 
     async def _delete(self, stored: StoredAdapter) -> None:
         # A name that a server may still have stays as an empty folder, for the sweep of the next run.

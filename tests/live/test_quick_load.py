@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import httpx
 import psutil
@@ -93,6 +94,14 @@ class Quick:
         stored = self.write_flat(seed, rank)
         self.engine.load(stored, soon(60))
         return stored
+
+    def publish_reserved(self, seed: int, after: StoredAdapter) -> StoredAdapter:
+        """As a run does with two versions or more."""
+        coming = self.store.after(after, self._versions + 1)
+        assert coming is not None
+        self.engine.reserve(coming, soon(60))
+        assert coming.name not in self.engine.loaded(soon())
+        return self.publish(seed)
 
     def counts(self) -> dict[str, int]:
         """How versions came, in the first worker; the same in all of them."""
@@ -227,12 +236,16 @@ def test_a_run_trains_on_what_it_serves(
     The base is in float32, TRL's default, and the adapter is written as the server keeps it, or no slot could be.
     """
     use_pinned_files(monkeypatch)
-    before = quick.counts()["written"]
+    before = quick.counts()
     with shared_folder() as folder:
-        trainer = grpo_trainer(quick.server.base_url, base_model, tmp_path, max_steps=4, lora_sync_dir=str(folder))
+        # With a slot to spare between two syncs.
+        settings = {"lora_sync_dir": str(folder), "lora_sync_keep": 1}
+        trainer = grpo_trainer(quick.server.base_url, base_model, tmp_path, max_steps=6, **settings)
         assert next(trainer.model.parameters()).dtype == torch.float32
         trainer.train()
-        assert quick.counts()["written"] - before >= 2  # the others went to slots that another kind had
+        after = quick.counts()
+        assert after["written"] - before["written"] >= 2  # the others went to slots that another kind had
+        assert after["reserved"] - before["reserved"] >= 1
         check_and_close(trainer)
 
 
@@ -266,6 +279,61 @@ def test_versions_are_written_into_their_slots_and_late_requests_get_their_own(q
     assert came["loaded by vLLM"] == came["read"] == 0
     # Not to the last bit, as vLLM rounds differently by how many tokens it computes at once.
     assert quick.engine.score(quick.engine.capabilities.base_model, PROMPT, soon(60)) == pytest.approx(base, abs=1e-5)
+
+
+def test_versions_are_put_into_reserved_slots_and_late_requests_get_their_own(quick: Quick) -> None:
+    # Into both slots, which adapters of other tests may have had. One name may be listed then.
+    assert quick.engine.unload(quick.publish(8).name, soon(60))
+    last = quick.publish(9)
+    before = quick.counts()
+    versions = [(9, last)]
+    for seed in (2, 3, 4, 5):
+        last = quick.publish_reserved(seed, last)
+        assert quick.is_policy(last.name, seed)
+        assert quick.is_policy(versions[-1][1].name, versions[-1][0])
+        assert quick.engine.unload(versions[-1][1].name, soon(60))
+        versions.append((seed, last))
+    came = quick.counts()
+    came.subtract(before)
+    assert came["reserved"] == 4
+    assert came["loaded by vLLM"] == came["read"] == 0
+
+
+def test_a_reserved_slot_that_another_adapter_needs_is_given_up(quick: Quick) -> None:
+    assert quick.engine.unload(quick.publish(8).name, soon(60))
+    last = quick.publish(9)
+    assert quick.engine.unload(last.name, soon(60))
+    before = quick.counts()["reserved"]
+    coming = quick.store.after(last, 1000)
+    assert coming is not None
+    quick.engine.reserve(coming, soon(60))
+    assert quick.is_policy(quick.load(6), 6)
+    assert quick.is_policy(quick.load(7), 7)
+    stored = quick.store.write(1000, flat(quick.reference.adapter(1)))
+    quick.engine.load(stored, soon(60))
+    assert quick.is_policy(stored.name, 1)
+    assert quick.counts()["reserved"] == before
+    assert quick.is_policy(quick.load(6), 6)
+
+
+def test_slots_are_reserved_for_clients_with_a_key_only_and_by_well_formed_requests(
+    base_model: Path, tmp_path: Path
+) -> None:
+    with server_of(base_model, tmp_path / "key.log", "--api-key", "secret") as server:
+        url = f"{server.base_url}{vllm_quick_load.RESERVE_ROUTE}"
+        key = {"Authorization": "Bearer secret"}
+        fields = {"lora_name": "a", "lora_path": "/a", "head": "b", "folder": str(tmp_path)}
+
+        def status(method: str, **request: Any) -> int:
+            return httpx.request(method, url, timeout=60, trust_env=False, **request).status_code
+
+        assert status("POST", json=fields) == 401
+        assert status("GET", headers=key) == 405
+        assert status("POST", headers=key, json={"lora_name": "a"}) == 400
+        assert status("POST", headers=key, content=b"[") == 400
+        assert status("POST", headers=key, json={**fields, "folder": "/gone"}) == 409
+        answer = httpx.post(url, headers=key, json=fields, timeout=60, trust_env=False)
+        assert answer.json() == {"reservation": ""}  # nothing of that kind was ever loaded
 
 
 def test_a_written_version_is_bit_for_bit_what_vllm_loads(quick: Quick) -> None:
@@ -413,7 +481,17 @@ def test_tensor_parallel_workers_write_their_parts_and_refuse_together(
         with pytest.raises(AdapterNotVisibleError, match="damaged"):
             quick.engine.load(stored, soon(60))
         assert quick.is_policy(versions[-1][1], 3)
-        assert quick.is_policy(quick.publish(5).name, 5)
+        last = quick.publish(5)
+        assert quick.is_policy(last.name, 5)
+        for name in quick.engine.loaded(soon()).keys() - {last.name}:
+            quick.engine.unload(name, soon(60))
+        before = quick.counts()["reserved"]
+        for seed in (6, 7):
+            newer = quick.publish_reserved(seed, last)
+            assert quick.is_policy(newer.name, seed)
+            quick.engine.unload(last.name, soon(60))
+            last = newer
+        assert quick.counts()["reserved"] - before == 2
         quick.close()
 
 

@@ -38,16 +38,17 @@ from trl_lora_sync.engine_plugins.cuda_ipc import CUDADriver, IPCError, Offer, O
 from trl_lora_sync.engine_plugins.fetching import Fetcher, Staging
 from trl_lora_sync.engine_plugins.fused_file import AdapterFileError, read_head
 from trl_lora_sync.engine_plugins.fused_weights import FusedAdapter, Reader
+from trl_lora_sync.engine_plugins.reservations import ReservationClient, ReservationServer, Sender
 from trl_lora_sync.engine_plugins.safetensors_file import head_of
 from trl_lora_sync.engine_plugins.shared_files import Fetch, Filled, MappedFiles, SharedFiles
 from trl_lora_sync.engine_plugins.version_note import VersionNote
 from trl_lora_sync.engines.base import Deadline
-from trl_lora_sync.runtime import Blocking, run
+from trl_lora_sync.runtime import Blocking, run, watch
 from trl_lora_sync.servers.transports import DiskTransport
 from trl_lora_sync.testing import FakeSGLang
 from unit.test_fleet import handle_of
 from unit.test_shared_files import unlocked
-from unit.test_slot_writer import BF16, Served, damage_tensors, flat
+from unit.test_slot_writer import BF16, SLOTS, Served, damage_tensors, flat
 from unit.tiny import lora_module
 
 CPU = torch.device("cpu")
@@ -402,6 +403,8 @@ class Ahead(OnOneHost):
         self.writer.fetcher.files = MappedFiles(CPU, self.worker, self._fetch_ahead)
         self.damage = 0
         self.publish(1)  # the worker connects, and learns the kind
+        self.noted: list[str] = []
+        self.server = run(server_in(self.store.directory / ".pinned"))
 
     def _fetch_ahead(self, filled: Filled, fetch: Fetch) -> None:
         def fetch_damaged(into: Tensor) -> None:
@@ -409,6 +412,38 @@ class Ahead(OnOneHost):
             into[5] += self.damage
 
         self.writer.fetcher.fetch_ahead(filled, fetch_damaged)
+
+    def reserve(self, seed: int, of: StoredAdapter) -> str:
+        """As the server does for a trainer, for the version that is written with this seed next."""
+        coming = self.store.after(of, seed)
+        assert coming is not None
+        self.numbers[coming.name] = len(self.numbers) + 1
+        reservation, number = f"for {seed}", self.numbers[coming.name]
+        worker = self.writer.reserve(coming.name, number, coming.head, "None", 1, self.server.path, reservation)
+        assert worker
+        run(self._expect(reservation, worker))
+        return reservation
+
+    async def _expect(self, reservation: str, worker: str) -> None:
+        def note() -> str:
+            self.noted.append(reservation)
+            return "noted"
+
+        self.server.expect(reservation, [worker], note)
+
+    def write_reserved(self, seed: int) -> StoredAdapter:
+        number = self.numbers[f"{self.store.run_id}-v{seed}"]
+        stored = self.write(seed)
+        self.numbers[stored.name] = number
+        self.store.finish()
+        return stored
+
+    def confirm(self, reservation: str, stored: StoredAdapter) -> str | None:
+        assert stored.reservations
+        assert stored.note
+        answer = run(stored.reservations.confirm(reservation, self.server.path.name, stored.note.checksum))
+        assert (answer == "noted") is (reservation in self.noted)
+        return answer
 
     def has(self, seed: int, size: int | None = None) -> bool:
         return torch.equal(self.writer.stage[8:size], flat(seed).flat.view(torch.uint8)[8:size])
@@ -422,6 +457,131 @@ def ahead(request: pytest.FixtureRequest) -> Iterator[Ahead]:
         yield ahead
         ahead.store.close()
         assert not ahead.gpu.owners
+
+
+async def server_in(folder: Path) -> ReservationServer:
+    return ReservationServer(folder)
+
+
+def test_a_version_is_put_into_its_reserved_slot_without_a_load(ahead: Ahead) -> None:
+    last = ahead.publish(2)
+    loads = ahead.manager.loads
+    for seed in range(3, 8):
+        reservation = ahead.reserve(seed, last)
+        stored = ahead.write_reserved(seed)
+        assert ahead.confirm(reservation, stored) == "noted"
+        assert ahead.serves(stored)
+        assert ahead.serves(last)
+        last = stored
+    assert ahead.manager.loads == loads
+    assert ahead.writer.counts["reserved"] == 5
+
+
+def test_a_damaged_version_in_a_reserved_slot_is_not_noted_and_loaded_elsewhere(ahead: Ahead) -> None:
+    last = ahead.publish(2)
+    reservation = ahead.reserve(3, last)
+    ahead.damage = 1
+    stored = ahead.write_reserved(3)
+    assert ahead.confirm(reservation, stored) == ""
+    ahead.numbers[stored.name] = len(ahead.numbers) + 1  # a load gets another number
+    ahead.add(stored)
+    assert ahead.serves(stored)
+    ahead.damage = 0
+    reservation = ahead.reserve(4, stored)
+    assert ahead.confirm(reservation, ahead.write_reserved(4)) == "noted"
+
+
+def test_an_adapter_that_needs_the_reserved_slot_gets_it(ahead: Ahead) -> None:
+    first, last = ahead.publish(2), ahead.publish(3)
+    reservation = ahead.reserve(4, last)
+    ahead.compute(first)  # which has lost its slot to the reservation
+    assert ahead.serves(last)
+    stored = ahead.write_reserved(4)
+    assert ahead.confirm(reservation, stored) == ""
+    assert ahead.serves(first)
+    assert ahead.serves(last)
+    # By the number of the reservation, which no request can name before it is noted: from its own file.
+    assert ahead.serves(stored)
+
+
+def test_an_adapter_of_another_origin_that_needs_the_reserved_slot_gets_it(ahead: Ahead) -> None:
+    last = ahead.publish(2)
+    reservation = ahead.reserve(3, last)
+    others = [ahead.write(seed) for seed in (10, 11)]
+    ahead.store.finish()
+    for other in others:
+        assert other.path
+        make_foreign(other.path)
+        ahead.add(other)
+    stored = ahead.write_reserved(3)
+    assert ahead.confirm(reservation, stored) == ""
+    assert all(ahead.serves(one) for one in (*others, stored, last))
+
+
+def test_a_version_of_another_kind_gets_no_reserved_slot(ahead: Ahead) -> None:
+    last = ahead.publish(2)
+    coming = ahead.store.after(last, 3)
+    assert coming is not None
+
+    def reserves(head: str, form: str, listed: int) -> bool:
+        return bool(ahead.writer.reserve(coming.name, 7, head, form, listed, ahead.server.path, "reservation"))
+
+    assert not reserves("another head", "None", 1)
+    assert not reserves(coming.head, "True", 1)
+    assert not reserves(coming.head, "None", SLOTS)
+    assert reserves(coming.head, "None", SLOTS - 1)
+
+
+def test_all_workers_of_a_server_have_to_hold_a_version(tmp_path: Path) -> None:
+    client = ReservationClient(tmp_path, watch)
+    server = run(server_in(tmp_path))
+    noted: list[str] = []
+
+    async def expect(reservation: str) -> None:
+        server.expect(reservation, ["a", "b"], lambda: noted.append(reservation) or reservation)  # type: ignore[func-returns-value]
+
+    def confirm(reservation: str) -> str | None:
+        return run(client.confirm(reservation, server.path.name, "sum"))
+
+    worker = Sender(server.path)
+    for reservation, sums in {
+        "1": ("sum", "sum"),
+        "2": ("sum", "other"),
+        "3": ("", "sum"),
+        "4": ("sum", "sum"),
+    }.items():
+        run(expect(reservation))
+        for name, found in zip("ab", sums, strict=True):
+            assert worker.send([reservation, name, found])
+        assert confirm(reservation) == (reservation if reservation in "14" else "")
+    run(expect("5"))
+    assert worker.send(["5", "a", "sum"])
+    assert worker.send(["4", "b", "sum"])  # which is void
+    assert confirm("5") is None
+    assert worker.send(["5", "b", "sum"])  # late
+    assert confirm("6") is None
+    assert confirm("5") is None
+    assert noted == ["1", "4"]
+    server_name = server.path.name
+    run_on_loop(server.close)
+    assert run(client.confirm("7", server_name, "sum")) is None
+    assert not worker.send(["7", "a", "sum"])
+    assert not Sender(tmp_path / "gone").send(["7", "a", "sum"])
+    client.close()
+    assert [*tmp_path.iterdir()] == []
+
+
+def run_on_loop(act: Callable[[], None]) -> None:
+    async def on_loop() -> None:
+        act()
+
+    run(on_loop())
+
+
+def test_a_server_makes_no_socket_in_a_folder_of_another_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    with pytest.raises(PermissionError, match="belongs to another user"):
+        run(server_in(tmp_path))
 
 
 def test_a_version_is_there_before_the_request_to_load_it(ahead: Ahead, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -653,7 +813,7 @@ def test_a_worker_that_does_not_listen_is_still_waited_for_before_memory_is_free
     shared = SharedFiles(tmp_path, watch, unlocked)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as worker:
         worker.connect(str(tmp_path / shared_files.SOCKET))
-        accept[0]()
+        accept[-1]()
         for _ in range(2000):  # more than the kernel keeps for the worker
             shared.note_filled(Filled(1 << 33))
         with (tmp_path / "file").open("w") as file:

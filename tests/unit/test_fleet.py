@@ -248,7 +248,7 @@ def test_a_trainer_compares_what_has_no_checksum(
     training.publish()
     assert training.sync.fleet.capabilities.checks_payload
     assert training.sync.active is not None
-    assert not training.sync.active.has_checksum
+    assert training.sync.active.note is None
     damage_after_the_load(training, monkeypatch)
     with pytest.raises(VerificationError, match="are not what the trainer wrote"):
         training.publish()

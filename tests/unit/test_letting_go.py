@@ -463,12 +463,12 @@ def look_beside(
 ) -> None:
     """Publish a version that `finish` completes, and `look` beside the load."""
     transport = training.sync.transport
-    write = transport.write
+    written = transport.written
 
     async def write_the_rest_later(*args: Any) -> StoredAdapter:
-        return replace(await write(*args), is_awaited=is_awaited)
+        return replace(await written(*args), is_awaited=is_awaited)
 
-    monkeypatch.setattr(transport, "write", write_the_rest_later)
+    monkeypatch.setattr(transport, "written", write_the_rest_later)
     monkeypatch.setattr(transport, "finish", finish)
     training.sync.publish(training.read_next(training.sync.form), meanwhile=look)
 

@@ -36,7 +36,7 @@ from trl_lora_sync.servers.transports import DiskTransport, transport_for
 from unit.tiny import everything_under, lora_module
 
 TENSORS, CONFIG, NOTE = "adapter_model.safetensors", "adapter_config.json", "lora_sync.json"
-SOCKET = "files"  # through which workers of engines map the files
+SOCKETS = ["files", "reservations"]  # of workers of engines
 KEEP = 2
 PROGRESS = 1  # the page with the number of parts that are complete is locked too
 
@@ -377,7 +377,7 @@ def test_write_that_fails_leaves_nothing_and_the_other_versions_whole(
             store.write(2, flat(2))
     assert [path.name for path in store.directory.glob("*-v*")] == [first.name]
     assert list(store.directory.glob(".*.partial")) == []
-    assert everything_under(store.directory / ".pinned") == [SOCKET]
+    assert everything_under(store.directory / ".pinned") == SOCKETS
     assert sha256(tensors_of(first)) == content
     assert pool.held_bytes == size
     assert len(locks.held) == 1 + PROGRESS
@@ -398,7 +398,7 @@ def test_rename_that_fails_leaves_nothing(
     monkeypatch.setattr(Path, "rename", rename)
     with pytest.raises(AdapterExportError, match="Input/output error"):
         store.write(1, flat(1))
-    assert everything_under(store.directory) == [".pinned", f".pinned/{SOCKET}", "owner.json"]
+    assert everything_under(store.directory) == [".pinned", *[f".pinned/{name}" for name in SOCKETS], "owner.json"]
     assert pool.held_bytes == 0
 
 
@@ -416,7 +416,7 @@ def test_full_shared_memory_is_an_error_and_kills_nobody(tmp_path: Path, locks: 
             with pytest.raises(AdapterExportError, match=r"no room for the 0\.4 MB of the adapter.*set lora_sync_dir"):
                 store.write(3, big_flat(400_000))
             assert sorted(path.name for path in store.directory.glob("*-v*")) == sorted([first.name, second.name])
-            assert everything_under(store.directory / ".pinned") == [SOCKET]
+            assert everything_under(store.directory / ".pinned") == SOCKETS
             assert sha256(tensors_of(first)) == content
             store.delete(first)
             third = store.write(4, big_flat(400_000))
@@ -467,7 +467,7 @@ def test_workers_map_files_again_once_there_is_room_for_the_progress(
         assert caplog.text.count("No space left on device") == 2
         (small / "other").unlink()
         note = tensors_of(store.write(2, flat(2))).parent / NOTE
-        assert f".pinned/{SOCKET}" in note.read_text()
+        assert f".pinned/{SOCKETS[0]}" in note.read_text()
         store.close()
 
 
@@ -480,7 +480,7 @@ def test_file_size_limit_is_an_error_and_kills_nobody(store: AdapterStore) -> No
             store.write(1, big_flat(1_000_000))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert everything_under(store.directory) == [".pinned", f".pinned/{SOCKET}", "owner.json"]
+    assert everything_under(store.directory) == [".pinned", *[f".pinned/{name}" for name in SOCKETS], "owner.json"]
 
 
 # Where nothing can be pinned

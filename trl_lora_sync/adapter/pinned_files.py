@@ -294,18 +294,21 @@ class PinnedFilePool:
         """The pinned file that the version `name` has, if it has one."""
         return self._assigned.get(name)
 
-    def fill(self, pinned: PinnedFile, header: bytes, flat: Tensor, *, is_noted: bool = False) -> str:
+    def fill(
+        self, pinned: PinnedFile, header: bytes, flat: Tensor, announced: Callable[[], object], *, noted_as: str = ""
+    ) -> str:
         """See `PinnedFile.fill`; where workers read the GPU, the file may be complete only after `finish`.
 
         Args:
-            is_noted: whether the version has a note, so that workers can fetch it ahead of its load.
+            announced: called once workers can begin to fetch it, and before it is copied to the file.
+            noted_as: the name of the version if it has a note, so that workers can fetch it ahead of its load.
 
         Returns:
             The number of the GPU's memory that workers can read until the next `fill`; empty if there is none.
         """
         # The GPU's memory is written again below, so no copy from it may be under way.
         self.finish()
-        shared = self.shared if is_noted else None
+        shared = self.shared if noted_as else None
         try:
             memory = self._memory_for(flat)
             if memory is not None:
@@ -314,7 +317,8 @@ class PinnedFilePool:
                 memory.fill(flat)
                 number = memory.offer.number
                 if shared is not None:
-                    shared.note_filled(Filled(flat.nbytes, memory=number))
+                    shared.note_filled(Filled(flat.nbytes, memory=number, name=noted_as))
+                announced()
                 pinned.begin(header, memory.copy_to, part_bytes=flat.nbytes, is_awaited=False)
                 return str(number)
         except IPCError as error:
@@ -325,7 +329,8 @@ class PinnedFilePool:
         part_bytes = unfinished.PART_BYTES if self._readers_wait else flat.nbytes
         if shared is not None:
             begun = shared.progress.promised
-            shared.note_filled(Filled(flat.nbytes, 0, pinned.key, len(header), part_bytes, begun))
+            shared.note_filled(Filled(flat.nbytes, 0, pinned.key, len(header), part_bytes, begun, noted_as))
+        announced()
         if self._readers_wait:
             # From `flat` itself, which the next export overwrites: a load ends after this copy, as workers and
             # `ServerHandle.load` wait for the file, and a version that fails is deleted after `finish`.

@@ -18,13 +18,14 @@ import shutil
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 from trl_lora_sync.adapter.canonical import CanonicalAdapter
-from trl_lora_sync.adapter.pinned_files import PinnedFilePool
+from trl_lora_sync.adapter.pinned_files import PinnedFile, PinnedFilePool
 from trl_lora_sync.addresses import absolute_dir
 from trl_lora_sync.engine_plugins.forks import forget, keep_from_children
+from trl_lora_sync.engine_plugins.reservations import ReservationClient
 from trl_lora_sync.engine_plugins.safetensors_file import (
     CONFIG_FILE,
     DTYPES,
@@ -62,7 +63,8 @@ class StoredAdapter:
         path: the directory as this process sees it, if it is on disk.
         server_path: the same directory as the servers see it.
         content: the tensors, if they are to be sent instead.
-        has_checksum: whether a worker can compare its tensors with those on the trainer's device.
+        note: beside its files, if a worker can compare its tensors with those on the trainer's device.
+        reservations: with servers, if their workers have been notified of it.
         is_unfinished: whether its file of tensors may still be on its way from the trainer's GPU, see
             `engine_plugins.unfinished`.
         is_awaited: whether a load has to wait for that, as workers cannot read the GPU.
@@ -77,10 +79,28 @@ class StoredAdapter:
     path: Path | None = None
     server_path: str | None = None
     content: CanonicalAdapter | None = None
-    has_checksum: bool = False
+    note: VersionNote | None = None
+    reservations: ReservationClient | None = None
     is_unfinished: bool = False
     is_awaited: bool = False
     has_stacked_experts: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class NextVersion:
+    """What is known of a version before it is written.
+
+    Attributes:
+        name, server_path, has_stacked_experts: of the `StoredAdapter`.
+        head: of its note.
+        folder: with the trainer's sockets, as the servers see it.
+    """
+
+    name: str
+    server_path: str
+    head: str
+    folder: str
+    has_stacked_experts: bool
 
 
 def new_run_id() -> str:
@@ -179,6 +199,20 @@ def _export_error(directory: Path, adapter: CanonicalAdapter, error: Exception) 
     )
 
 
+class _Filled(NamedTuple):
+    """What a version's tensors were put into before its folder was made.
+
+    Attributes:
+        pinned: None for a plain file.
+        memory: as in `VersionNote`.
+        checksum: waits for it; None if the version gets no note.
+    """
+
+    pinned: PinnedFile | None
+    memory: str
+    checksum: Callable[[], str] | None = None
+
+
 class AdapterStore:
     """The versions of one run. Not thread-safe; used by process 0 only.
 
@@ -215,6 +249,7 @@ class AdapterStore:
         # Run ids under which `close` has left names, for the sweep of another run or for a later `close`.
         self._records: set[str] = set()
         self._pid = os.getpid()
+        self._note: VersionNote | None = None  # of the version that was written last
 
     @property
     def directory(self) -> Path:
@@ -301,44 +336,67 @@ class AdapterStore:
         stored = self._named(version, adapter)
         assert stored.path is not None
         try:
-            write_adapter(stored.path, adapter, private=True, write_tensors=partial(self._write_tensors, stored.name))
-        except BaseException:
+            # Before the folder is made, so that workers can begin.
+            filled = self._fill(stored.name, adapter)
+            write_adapter(
+                stored.path,
+                adapter,
+                private=True,
+                write_tensors=lambda file, adapter: self._write_tensors(file, adapter, filled),
+            )
+        except BaseException as error:
             if self.pinned is not None:
                 # Not returned to the pool: its content is undefined, and its path was in the folder that is deleted.
                 self.pinned.discard(stored.name)
+            if isinstance(error, OSError) and not isinstance(error, AdapterExportError):
+                raise _export_error(stored.path, adapter, error) from error
             raise
-        pinned = None if self.pinned is None else self.pinned.assigned(stored.name)
+        pinned, shared = filled.pinned, None if self.pinned is None else self.pinned.shared
         return replace(
             stored,
-            server_path=f"{self.server_root}/{self.run_id}/{stored.name}",
-            has_checksum=(stored.path / NOTE_FILE).exists(),
+            server_path=self._server_path(stored.name),
+            note=self._note,
+            reservations=None if shared is None or pinned is None else shared.reservations,
             is_unfinished=pinned is not None and pinned.is_unfinished,
             is_awaited=pinned is not None and pinned.is_awaited,
         )
 
-    def _write_tensors(self, name: str, file: Path, adapter: CanonicalAdapter) -> None:
-        """Into a pinned file if there is one, in one copy from wherever the adapter is; byte for byte the same file."""
-        pinned, memory, checksum = None, "", None
+    def _fill(self, name: str, adapter: CanonicalAdapter) -> "_Filled":
+        """Fill a pinned file, if there is one, in one copy from wherever the adapter is."""
+        pinned, memory = None, ""
         is_served = adapter.dtype in DTYPES.values()  # any other one is read from a plain file, if at all
-        if self._has_checksums and is_served:
+        checksum: list[Callable[[], str]] = []
+
+        def begin_checksum() -> None:
             # Of what is on the trainer's device, not of what has come to be in the file. Begun before anything is
             # copied from there: its result would wait for a large copy that is under way.
-            checksum = adapter.checksum.begin()
+            checksum[:] = [adapter.checksum.begin()] if self._has_checksums and is_served else []
+
         if self.pinned is not None and is_served:
             size = len(adapter.header) + adapter.payload_bytes
             pinned = self.pinned.acquire(self.directory / _PINNED, size, adapter.flat.device)
+        if self.pinned is None or pinned is None:
+            begin_checksum()
+        else:
+            self.pinned.assign(name, pinned)
+            noted_as = name if self._has_checksums else ""
+            memory = self.pinned.fill(pinned, adapter.header, adapter.flat, begin_checksum, noted_as=noted_as)
+        return _Filled(pinned, memory, *checksum)
+
+    def _write_tensors(self, file: Path, adapter: CanonicalAdapter, filled: "_Filled") -> None:
+        """Byte for byte the same file, whether it is a pinned one or not."""
+        self._note, pinned = None, filled.pinned
         if pinned is None:
             write_tensors(file, adapter)
         else:
-            assert self.pinned is not None
-            self.pinned.assign(name, pinned)
-            memory = self.pinned.fill(pinned, adapter.header, adapter.flat, is_noted=checksum is not None)
-            # Last, so that no reader finds the file without its content, or without the lock that makes it wait.
+            # Only now that it is filled, so that no reader finds it without its content, or without the lock that makes
+            # it wait.
             pinned.move(file)
-        if checksum is not None:
+        if filled.checksum is not None:
             head = digest_of(adapter.header[HEADER_PREFIX_BYTES:], _config_text(adapter, has_note=True).encode())
             shared = f"../{_PINNED}/{SOCKET}" if pinned is not None and pinned.is_shared else ""
-            VersionNote(head=head, checksum=checksum(), files=shared, memory=memory).write(file.parent)
+            self._note = VersionNote(head=head, checksum=filled.checksum(), files=shared, memory=filled.memory)
+            self._note.write(file.parent)
 
     def finish(self) -> None:
         """Wait until the versions that were written are complete, as they may not be when `write` returns; never fails.
@@ -356,7 +414,7 @@ class AdapterStore:
         """
         assert stored.path is not None
         try:
-            config = _config_text(adapter, has_note=stored.has_checksum)
+            config = _config_text(adapter, has_note=stored.note is not None)
             is_config_same = (stored.path / CONFIG_FILE).read_text() == config
             is_same = is_config_same and self._holds(stored.name, stored.path / TENSORS_FILE, adapter)
         except (OSError, ValueError) as error:
@@ -396,8 +454,27 @@ class AdapterStore:
             raise _export_error(stored.path, adapter, error) from error
         return stored
 
+    def after(self, stored: StoredAdapter, version: int) -> NextVersion | None:
+        """What a later version will be if only its weights differ from a stored one; None if no worker looks for it."""
+        if stored.note is None or stored.reservations is None:
+            return None
+        name = self._name(version)
+        return NextVersion(
+            name=name,
+            server_path=self._server_path(name),
+            head=stored.note.head,
+            folder=self._server_path(_PINNED),
+            has_stacked_experts=stored.has_stacked_experts,
+        )
+
+    def _name(self, version: int | str) -> str:
+        return f"{self.run_id}-v{version}"
+
+    def _server_path(self, name: str) -> str:
+        return f"{self.server_root}/{self.run_id}/{name}"
+
     def _named(self, version: int | str, adapter: CanonicalAdapter) -> StoredAdapter:
-        name = f"{self.run_id}-v{version}"
+        name = self._name(version)
         return StoredAdapter(
             name=name,
             version=version if isinstance(version, int) else 0,

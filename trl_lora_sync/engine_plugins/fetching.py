@@ -2,13 +2,14 @@
 
 They come from the memory of the trainer's GPU if that can be opened, else from the trainer's file if that is mapped
 here, and else they are read from the file. From the first two they come ahead: while the engine still handles the
-request to load, another thread copies what the trainer has filled.
+request to load, another thread copies what the trainer has filled. Where a slot was reserved for the version, that
+thread fills it as well.
 """
 
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -55,8 +56,11 @@ class Fetcher:
 
     Attributes:
         files: of all trainers.
-        turn: held by the thread that fills or uses the memory `ahead_into`, for all of a version.
+        turn: held by the thread that fills or uses the memory `ahead_into`, for all of a version, or fills a slot.
         ahead_into: see `fetch_ahead_into`.
+        put_ahead: puts what is there into the slot that was reserved for the version of this name, and returns the
+            checksum of what the slot has then; None if none was reserved.
+        done_ahead: called in turn with the name of a version, and that checksum, or nothing, at the end.
         counts: how many versions came which way.
         seconds: of the parts, of all versions together.
     """
@@ -64,8 +68,10 @@ class Fetcher:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self.files = MappedFiles(device, on_filled=self.fetch_ahead)
-        self.turn = threading.Lock()
+        self.turn = threading.RLock()  # again in `SlotWriter`, for what vLLM does within a load
         self.ahead_into: Staging | None = None
+        self.put_ahead: Callable[[str], str | None] = lambda name: None
+        self.done_ahead: Callable[[str, str], None] = lambda name, held: None
         self._ahead = ""  # the checksum of a version that was fetched ahead and is still there
         self._ahead_stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self.counts: Counter[str] = Counter()
@@ -138,18 +144,25 @@ class Fetcher:
         """Fetch what a trainer fills; to be called in another thread than `fetch`."""
         if not self.turn.acquire(timeout=_TURN_S):
             return
+        held = ""
         try:
-            into = self.ahead_into
-            if into is None or into.data.numel() != filled.size:
-                return
-            self._ahead = ""  # also if this fails, as the memory is overwritten
-            with self._beside_the_engine():
-                fetch(into.data)
-                self._ahead = into.checksum()
+            held = self._fetch_ahead(filled, fetch)
         except (IPCError, RuntimeError) as error:
             logger.debug("A version is not fetched ahead of its load: %s", error)
         finally:
+            self.done_ahead(filled.name, held)
             self.turn.release()
+
+    def _fetch_ahead(self, filled: Filled, fetch: Fetch) -> str:
+        into = self.ahead_into
+        if into is None or into.data.numel() != filled.size:
+            return ""
+        self._ahead = ""  # also if this fails, as the memory is overwritten
+        with self._beside_the_engine():
+            fetch(into.data)
+            held = self.put_ahead(filled.name)
+            self._ahead = into.checksum() if held is None else held
+        return held or ""
 
     @contextmanager
     def _beside_the_engine(self) -> Iterator[None]:

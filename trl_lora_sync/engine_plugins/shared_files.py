@@ -9,7 +9,8 @@ Where trainer and worker compute on GPUs, the worker also opens the trainer's me
 newest version from it instead.
 
 The trainer sends a message when it begins to fill a file, and its GPU notes each part that is complete (`progress`). So
-workers can fetch a version while the engine still handles the request to load it.
+workers can fetch a version while the engine still handles the request to load it, or put it into a slot that was
+reserved for it (`slot_writer`).
 
 The socket is in the trainer's folder. Both ends accept only the same user. A worker drops what it has of a trainer once
 the trainer withdraws a file or its process is gone, which closes the connection.
@@ -37,6 +38,8 @@ from trl_lora_sync.engine_plugins.cuda_ipc import DriverFor, IPCError, Offer, Op
 from trl_lora_sync.engine_plugins.forks import keep_from_children
 from trl_lora_sync.engine_plugins.pinned_memory import PinError, PinnedMapping, copy_each_now, pin
 from trl_lora_sync.engine_plugins.progress import Progress, ProgressOf
+from trl_lora_sync.engine_plugins.reservations import ReservationClient
+from trl_lora_sync.engine_plugins.sockets import Watch, short_path
 
 SOCKET = "files"
 """The socket's name in the folder that the trainer makes."""
@@ -48,9 +51,6 @@ _MESSAGE_BYTES = 1024
 PATIENCE_S = 2.0
 # For the next part of a file, each of which takes a millisecond unless the trainer has stopped.
 NEXT_PART_S = 0.5
-# As `runtime.watch`, which a worker has no use for: calls the function when the socket can be read, until its result is
-# called.
-Watch = Callable[[socket.socket, Callable[[], None]], Callable[[], None]]
 _CREDENTIALS = struct.Struct("3i")
 
 
@@ -77,6 +77,7 @@ class Filled(NamedTuple):
         offset: where the tensors begin in the file.
         part_bytes: size of the parts of the file.
         begun: the number of `Progress` before the first part, with which it is one more.
+        name: of the version.
     """
 
     size: int
@@ -85,6 +86,7 @@ class Filled(NamedTuple):
     offset: int = 0
     part_bytes: int = 0
     begun: int = 0
+    name: str = ""
 
     def encode(self) -> bytes:
         return json.dumps(self).encode()
@@ -92,8 +94,8 @@ class Filled(NamedTuple):
     @classmethod
     def decode(cls, message: bytes) -> "Filled":
         """Raises ValueError, TypeError: it is none."""
-        size, memory, file, offset, part_bytes, begun = json.loads(message)
-        return cls(int(size), int(memory), FileKey(*file), int(offset), int(part_bytes), int(begun))
+        size, memory, file, offset, part_bytes, begun, name = json.loads(message)
+        return cls(int(size), int(memory), FileKey(*file), int(offset), int(part_bytes), int(begun), str(name))
 
 
 Fetch = Callable[[Tensor], None]
@@ -112,6 +114,7 @@ class SharedFiles:
     Attributes:
         workers: a connection for each that has connected.
         progress: of the files that are being filled.
+        reservations: of slots, with servers.
 
     Raises:
         OSError: the socket cannot be made there, or there is no room.
@@ -125,16 +128,18 @@ class SharedFiles:
         self._memory: Offer | None = None
         self.workers: list[socket.socket] = []
         self._is_closed = False
-        # First, as the socket of an attempt that fails would be in the way of the next one.
+        # First, as the sockets of an attempt that fails would be in the way of the next one.
         self.progress = Progress(folder, pin)
+        self.reservations = ReservationClient(folder, watch)
         # Messages keep their borders, and the end of a process is noticed at the other end (unix(7)).
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
-            with _short_path(folder / SOCKET) as path:
+            with short_path(folder / SOCKET) as path:
                 self._listener.bind(path)
             self._listener.listen()
         except OSError:
             self._listener.close()
+            self.reservations.close()
             self.progress.close()
             raise
         self._listener.setblocking(False)
@@ -198,6 +203,7 @@ class SharedFiles:
             self._memory, had_memory = None, self._memory is not None
             workers, self.workers = self.workers, []
         self.progress.close()
+        self.reservations.close()
         return self._disconnect(workers, waits=had_memory)
 
     @staticmethod
@@ -320,7 +326,7 @@ class _Trainer:
         self.is_gone = False
         self._connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
-            with _short_path(path) as short:
+            with short_path(path) as short:
                 self._connection.connect(short)
             if not _is_same_user(self._connection):
                 raise PermissionError("it belongs to another user")
@@ -478,13 +484,3 @@ def _is_same_user(peer: socket.socket) -> bool:
     """Whether the process at the other end belongs to the user of this one. Source: unix(7), `SO_PEERCRED`."""
     given = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     return bool(_CREDENTIALS.unpack(given)[1] == os.geteuid())
-
-
-@contextmanager
-def _short_path(path: Path) -> Iterator[str]:
-    """Another path to the same socket; the kernel takes no more than 107 characters."""
-    folder = os.open(path.parent, os.O_PATH | os.O_DIRECTORY)
-    try:
-        yield f"/proc/self/fd/{folder}/{path.name}"
-    finally:
-        os.close(folder)

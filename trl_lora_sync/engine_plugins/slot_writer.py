@@ -10,13 +10,18 @@ Every version comes with the checksum that the trainer computed on its own devic
 before anything is changed, and then with what lies in the slot. With tensor parallelism a slot holds a part of the
 adapter; all workers of a group refuse a version if one does. Where anything is not as expected, vLLM loads the version
 in its own way, and the reason is logged.
+
+A trainer may have a slot reserved for its next version between two syncs (`SlotWriter.reserve`). The thread that
+listens to the trainer then puts the version there while the engine goes on. No request can name it until the server has
+the checksums of the trainer and all workers, and they are equal (`reservations`).
 """
 
 import json
+import secrets
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -30,6 +35,7 @@ from trl_lora_sync.engine_plugins import logger, unfinished
 from trl_lora_sync.engine_plugins.checksum import hexadecimal, word_sum
 from trl_lora_sync.engine_plugins.fetching import DamagedError, Fetcher, Staging
 from trl_lora_sync.engine_plugins.repeated import Repeated
+from trl_lora_sync.engine_plugins.reservations import Sender
 from trl_lora_sync.engine_plugins.safetensors_file import (
     CONFIG_FILE,
     DTYPES,
@@ -47,7 +53,7 @@ from trl_lora_sync.engine_plugins.slot_layout import (
     find_boxes,
     read_digits,
 )
-from trl_lora_sync.engine_plugins.version_note import DAMAGED, IGNORES, NOTE_FILE, VersionNote, is_noted
+from trl_lora_sync.engine_plugins.version_note import DAMAGED, IGNORES, NOTE_FILE, VersionNote, digest_of, is_noted
 
 # All versions of a run are of one kind, so this bounds what runs leave behind on a server that outlives them.
 _KINDS = 8
@@ -110,6 +116,27 @@ class _Content(NamedTuple):
     put: Repeated
 
 
+class _Reserved(NamedTuple):
+    """A slot for a version that is not there yet.
+
+    Attributes:
+        name: of the version.
+        number: by which vLLM will know it.
+        worker: what this worker is called in its message to the server.
+        reservation: for what the message is, see `reservations`.
+        slot, content: where it goes; no content once the slot was given up.
+        freed: after what the engine had under way in the slot; None on a CPU.
+    """
+
+    name: str
+    number: int
+    worker: str
+    reservation: str
+    slot: int
+    content: _Content | None
+    freed: Any
+
+
 def _put(stage: Tensor, groups: list[list[_Batch]]) -> Tensor:
     _write(groups)
     return _read_back(stage, groups)
@@ -160,6 +187,9 @@ class SlotWriter:
         self._parts = slot_parts(self._tables.modules.values(), len(self._index))
         self._device = self._parts[0].device
         self.fetcher = Fetcher(self._device)
+        self.fetcher.put_ahead, self.fetcher.done_ahead = self._put_ahead, self._done_ahead
+        self._server = Sender(Path())
+        self._reserved: _Reserved | None = None
         self._plans: OrderedDict[_Kind, _Plan | None] = OrderedDict()
         self._staging = Staging(0, torch.device("cpu"))
         self._staged: _Kind | None = None
@@ -254,6 +284,8 @@ class SlotWriter:
         path = Path(request.lora_path) / TENSORS_FILE
         # Open until the end, which keeps the trainer from writing to it.
         with self.fetcher.turn, ExitStack() as opened:
+            # Its slot is as good as a free one for this version.
+            self._give_up_reserved()
 
             def begin() -> tuple[int, _Kind]:
                 try:
@@ -311,14 +343,7 @@ class SlotWriter:
         """
         number = request.lora_int_id
         self._remove(number)
-        # What vLLM does. Its oldest registered adapter need not be in a slot, so that alone may free none.
-        if len(self._tables) + 1 > self._tables.capacity:
-            self._tables.remove_oldest_adapter()
-        if None not in self._index:
-            self._tables._active_adapters.remove_oldest()
-        self._notice_removals()
-        free = [slot for slot, content in enumerate(self._index) if content is None]
-        slot = next((slot for slot in free if self._primed.get(slot) == kind), None)
+        slot = self._free_slot(kind)
         if slot is None:
             self._add_usually(file, request)
             slot = self._index.index(number)
@@ -329,14 +354,28 @@ class SlotWriter:
         with self.fetcher.timed("put"):
             sums = self._content(plan, slot).put.run().tolist()
         # After the copy: an error there leaves a free slot, and the next version of this kind goes over all of it.
+        self._note_written(number, slot)
+        self._compare(sums, slot, request, note)
+        self.counts["written"] += 1
+
+    def _free_slot(self, kind: _Kind) -> int | None:
+        """A slot that has had this kind only; None if there is none. Makes room for one adapter in any case."""
+        # What vLLM does. Its oldest registered adapter need not be in a slot, so that alone may free none.
+        if len(self._tables) + 1 > self._tables.capacity:
+            self._tables.remove_oldest_adapter()
+        if None not in self._index:
+            self._tables._active_adapters.remove_oldest()
+        self._notice_removals()
+        free = [slot for slot, content in enumerate(self._index) if content is None]
+        return next((slot for slot in free if self._primed.get(slot) == kind), None)
+
+    def _note_written(self, number: int, slot: int) -> None:
         self._tables._registered_adapters[number] = _Written(number)
         self._tables._active_adapters[number] = None
         self._index[slot] = number
         # The layout of the slots has changed while the batch may be the same as before.
         self._tables._last_mapping = None
         self._written.add(number)
-        self._compare(sums, slot, request, note)
-        self.counts["written"] += 1
 
     def _compare(self, sums: list[int], slot: int, request: Any, note: VersionNote) -> None:
         """Compare what was read back from a slot with what the trainer sent."""
@@ -391,13 +430,94 @@ class SlotWriter:
                 self.fetcher.fetch_ahead_into(self._staging)
             self._staged = kind
 
+    # Ahead of its load
+
+    def reserve(
+        self, name: str, number: int, head: str, form: str, listed: int, server_socket: Path, reservation: str
+    ) -> str:
+        """Keep a slot for a version that is still to come, and let the thread that listens to its trainer fill it.
+
+        No request may name the number before all workers have sent the checksum of the version.
+
+        Args:
+            number: by which vLLM will know it.
+            head: the digest of its header and configuration, which must be that of the version before.
+            form: as `_Kind.format`.
+            listed: how many adapters the server lists, each of which needs a slot.
+            server_socket, reservation: where and for what to send the checksum, see `reservations`.
+
+        Returns:
+            What this worker is called there; empty if there is no such slot here or in another worker.
+        """
+        with self.fetcher.turn:
+            self._give_up_reserved()
+            kind = self._staged
+            plan = None if kind is None else self._plans.get(kind)
+            is_known = (
+                kind is not None
+                and plan is not None
+                and (digest_of(kind.head.header, kind.config), kind.format) == (head, form)
+                and listed < len(self._index)
+            )
+            if not self._agree(is_known):
+                return ""
+            assert kind is not None
+            assert plan is not None
+            slot = self._together(lambda: self._free_slot(kind))
+            if not self._agree(slot is not None):
+                return ""
+            assert slot is not None
+            content = self._content(plan, slot)
+            # Recorded here, in the engine's thread. That puts an older version there, which no request can name.
+            content.put.run()
+            self._note_written(number, slot)
+            freed = None
+            if self._device.type == "cuda":
+                freed = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                freed.record(torch.cuda.current_stream(self._device))
+            if server_socket != self._server.path:
+                self._server.close()
+                self._server = Sender(server_socket)
+            self._reserved = _Reserved(name, number, secrets.token_hex(8), reservation, slot, content, freed)
+            return self._reserved.worker
+
+    def _give_up_reserved(self) -> None:
+        if self._reserved is not None:
+            self._remove(self._reserved.number)
+            # The rest is kept, for the message that the version is not there.
+            self._reserved = self._reserved._replace(content=None)
+
+    def _put_ahead(self, name: str) -> str | None:
+        """See `Fetcher.put_ahead`; in another thread than all else, in turn."""
+        reserved = self._reserved
+        if reserved is None or reserved.name != name or reserved.content is None:
+            return None
+        # Other adapters may have needed its slot meanwhile. In turn, none can take it from here on, see `_activate`.
+        if self._tables.lora_index_to_id[reserved.slot] != reserved.number:
+            return None
+        if reserved.freed is not None:
+            torch.cuda.current_stream(self._device).wait_event(reserved.freed)
+        sums = {*map(hexadecimal, reserved.content.put.run().tolist())}
+        self.counts["written"] += 1
+        self.counts["reserved"] += 1
+        # With more than one, a copy has failed, and the trainer has this version loaded into another slot.
+        return sums.pop() if len(sums) == 1 else ""
+
+    def _done_ahead(self, name: str, held: str) -> None:
+        """See `Fetcher.done_ahead`; in another thread than all else, in turn."""
+        reserved = self._reserved
+        if reserved is not None and reserved.name == name:
+            self._reserved = None
+            self._server.send([reserved.reservation, reserved.worker, held])
+
     # What vLLM does meanwhile
 
     def _activate(self, number: int, *rest: Any, **options: Any) -> Any:
         """vLLM's own, which resets a slot before it puts anything there."""
         was_active = number in self._tables._active_adapters
         try:
-            result = self._usual_activate(number, *rest, **options)
+            with nullcontext() if was_active else self.fetcher.turn:
+                result = self._usual_activate(number, *rest, **options)
         except Exception:
             # Some layers may have taken it, and in which slot is not known any more.
             self._primed.clear()

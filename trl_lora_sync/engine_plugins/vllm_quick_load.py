@@ -9,11 +9,21 @@ workers compare each version with what its trainer sent, in which form they take
 adapters, and up to which rank. Where a version of vLLM is not as expected, the server logs that and loads adapters in
 vLLM's way. Only clients with the server's key get these headers.
 
+A trainer on the server's host may also have a slot reserved for its next version, and fill it past the server. The
+server then notes the version's name without a call of the engine (`reservations`):
+
+    POST /v1/lora_sync/slots {"lora_name": ..., "lora_path": ..., "head": ..., "folder": where the trainer's socket is}
+        ->  {"reservation": empty if no slot was reserved, "socket": the name of the server's}
+
 `TRL_LORA_SYNC_WRITE_SLOTS=0` in the server's environment has it write no slots.
 """
 
+import asyncio
 import json
+import secrets
+from collections import OrderedDict
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trl_lora_sync.engine_plugins import logger
@@ -37,6 +47,9 @@ RANK_HEADER = "lora-sync-max-rank"
 """In answers to loads: the server's --max-lora-rank."""
 ADAPTERS_HEADER = "lora-sync-adapters"
 """In answers to loads: all adapters of the server then, as a JSON object of names and paths."""
+RESERVE_ROUTE = "/v1/lora_sync/slots"
+NO_LIST = "{}"
+"""In place of that object, if it is too long."""
 NO_CHECKS = "none"
 """In place of `NOTE_FORM`, if workers compare nothing."""
 WRITE_SLOTS = "TRL_LORA_SYNC_WRITE_SLOTS"
@@ -45,6 +58,7 @@ WRITE_SLOTS = "TRL_LORA_SYNC_WRITE_SLOTS"
 _LOAD_ROUTE = "/v1/load_lora_adapter"
 # Servers and proxies take 8 KB for all headers of an answer.
 _MAX_HEADER_BYTES = 4096
+_MOST_TRAINERS = 8
 
 
 def writes_slots(environ: Mapping[str, str]) -> bool:
@@ -62,6 +76,7 @@ class QuickLoadMiddleware:
     def __init__(self, app: "ASGIApp") -> None:
         self.app = app
         self._headers: dict[str, str] = {}
+        self._reservations: OrderedDict[Path, Any] = OrderedDict()
 
     async def __call__(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
         if scope["type"] == "lifespan":
@@ -69,8 +84,69 @@ class QuickLoadMiddleware:
             self._headers = await _prepare(scope)
         if self._headers and _is_load(scope):
             await self.app(scope, receive, _with_headers(send, self._headers, scope))
+        elif self._headers.get(CHECKS_HEADER) == NOTE_FORM and _is_reservation(scope):
+            from trl_lora_sync.engine_plugins.routes import respond
+
+            await respond(self._reserve(scope, receive), scope, receive, send)
         else:
             await self.app(scope, receive, send)
+
+    async def _reserve(self, scope: "Scope", receive: "Receive") -> dict[str, Any]:
+        from starlette.requests import Request
+
+        from trl_lora_sync.engine_plugins.refusals import Refused
+        from trl_lora_sync.engine_plugins.routes import check_key
+
+        check_key(scope)
+        if scope.get("method") != "POST":
+            raise Refused(405, "POST is offered here.")
+        try:
+            body = await Request(scope, receive).json()
+            name, path, head, folder = (str(body[field]) for field in ("lora_name", "lora_path", "head", "folder"))
+        except (ValueError, KeyError, TypeError) as error:
+            raise Refused(
+                400, f"A JSON object with lora_name, lora_path, head and folder is needed ({error})."
+            ) from error
+        try:
+            server = self._reservations_of(Path(folder))
+        except OSError as error:
+            raise Refused(409, f"No socket can be made for the trainer ({error}).") from error
+        # Source: `OpenAIServingModels.load_lora_adapter` in vllm/entrypoints/openai/models/serving.py (0.26, 0.31).
+        from vllm.lora.request import LoRARequest
+
+        models: Any = scope["app"].state.openai_serving_models
+        options = {"is_3d_lora_weight": True} if body.get("is_3d_lora_weight") else {}
+        request: Any = LoRARequest(name, models.lora_id_counter.inc(1), path, **options)
+        reservation, form = secrets.token_hex(16), str(getattr(request, "is_3d_lora_weight", None))
+
+        def note() -> str:
+            """Do what vLLM does once its engine has loaded an adapter."""
+            # A name that is taken keeps its path, which the trainer sees.
+            models.lora_requests.setdefault(name, request)
+            # Later, as the trainer waits.
+            asyncio.get_running_loop().call_soon(logger.info, "Noted %s, which is in its slot.", name)
+            return _adapters_of(scope).get(ADAPTERS_HEADER, NO_LIST)
+
+        arguments = (name, request.lora_int_id, head, form, len(models.lora_requests), str(server.path), reservation)
+        workers = await scope["app"].state.engine_client.collective_rpc("lora_sync_reserve", args=arguments)
+        if not all(workers):
+            return {"reservation": ""}
+        server.expect(reservation, workers, note)
+        return {"reservation": reservation, "socket": server.path.name}
+
+    def _reservations_of(self, folder: Path) -> Any:
+        """For the trainer with this folder."""
+        from trl_lora_sync.engine_plugins.reservations import ReservationServer
+
+        server = self._reservations.pop(folder, None)
+        if server is not None and not server.path.exists():  # as a trainer deletes its folder, and may make it again
+            server.close()
+            server = None
+        self._reservations[folder] = server or ReservationServer(folder)
+        # Most trainers are gone by then, and another one gets a new one with its next request.
+        while len(self._reservations) > _MOST_TRAINERS:
+            self._reservations.popitem(last=False)[1].close()
+        return self._reservations[folder]
 
 
 def _is_load(scope: "Scope") -> bool:
@@ -86,6 +162,10 @@ def _is_load(scope: "Scope") -> bool:
     except Refused:  # vLLM, whose check of keys is behind this middleware, answers it
         return False
     return True
+
+
+def _is_reservation(scope: "Scope") -> bool:
+    return scope["type"] == "http" and str(scope.get("path", "")).endswith(RESERVE_ROUTE)
 
 
 def _with_headers(send: "Send", headers: Mapping[str, str], scope: "Scope") -> "Send":

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from trl_lora_sync.engine_plugins import logger
 from trl_lora_sync.engine_plugins.cuda_ipc import visible_gpus
 from trl_lora_sync.engine_plugins.safetensors_file import (
     DTYPE_NAMES,
@@ -87,6 +88,19 @@ class QuickLoadWorker:
             # Adapters are read by several threads all the same, by the class that is in place already.
             return {**answer, "slots": f"{type(error).__name__}: {error}"}
         return {**answer, "gpus": ",".join(visible_gpus() if device == "cuda" else [])}
+
+    def lora_sync_reserve(
+        self, name: str, number: int, head: str, form: str, listed: int, server_socket: str, reservation: str
+    ) -> str:
+        """See `SlotWriter.reserve`. Raises nothing, see `SlotWriter.add_adapter`."""
+        # With data parallelism the caller gets the answers of one engine, whose workers do not stand for the others'.
+        if self.vllm_config.parallel_config.data_parallel_size > 1:
+            return ""
+        try:
+            return self._lora_sync_slots.reserve(name, number, head, form, listed, Path(server_socket), reservation)
+        except Exception:
+            logger.exception("No slot can be reserved for %s, so it is loaded by a request.", name)
+            return ""
 
     def lora_sync_slot_counts(self) -> dict[str, int]:
         """How many versions came which way, for tests and measurements."""

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from trl_lora_sync.adapter.canonical import Form
-from trl_lora_sync.adapter.store import StoredAdapter
+from trl_lora_sync.adapter.store import NextVersion, StoredAdapter
 from trl_lora_sync.adapter.support import PACKED_LAYERS
 from trl_lora_sync.errors import DeadlineExceededError
 
@@ -296,6 +296,12 @@ class Engine(Protocol):
 
         Raises:
             ServerSetupError: the engine takes no images, or applies no adapter to what sees them.
+        """
+
+    async def reserve(self, coming: NextVersion, deadline: Deadline) -> bool:
+        """Have workers make room for the version that is loaded next, and whether they take it without a request.
+
+        Errors as of `loaded`.
         """
 
     async def load(self, adapter: StoredAdapter, deadline: Deadline) -> dict[str, str]:

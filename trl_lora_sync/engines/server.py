@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import httpx
 import tenacity
 
+from trl_lora_sync.adapter.store import NextVersion
 from trl_lora_sync.engines.base import TIMEOUTS, Capabilities, Deadline, Timeouts
 from trl_lora_sync.engines.http import (
     APIKey,
@@ -76,6 +77,10 @@ class ServerEngine(ABC):
         models = models_in(await self._get("/v1/models", deadline))
         # Adapters have their base model as the parent, and base models have none.
         return {model["id"]: str(model.get("root")) for model in models if model.get("parent")}
+
+    async def reserve(self, coming: NextVersion, deadline: Deadline) -> bool:
+        """See `Engine`. SGLang cannot."""
+        return False
 
     async def adapters_ran_at(self, deadline: Deadline) -> float | None:
         """See `Engine`."""

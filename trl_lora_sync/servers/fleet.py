@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from trl_lora_sync.adapter.canonical import common_form
-from trl_lora_sync.adapter.store import StoredAdapter
+from trl_lora_sync.adapter.store import NextVersion, StoredAdapter
 from trl_lora_sync.addresses import is_gone
 from trl_lora_sync.checks.listed import RunChecks
 from trl_lora_sync.checks.subject import Expected, TrialStore
@@ -44,12 +44,14 @@ class Fleet:
     Attributes:
         servers: all of them, excluded ones included, in the order of the setting.
         settings: of the run.
+        reserved_for: the name of a version that all of them can take without a request, if there is one.
     """
 
     def __init__(self, settings: SyncSettings, ledger: VersionLedger) -> None:
         self.servers = [ServerHandle(address, settings, ledger) for address in settings.servers]
         self._ledger = ledger
         self.settings = settings
+        self.reserved_for = ""
         self._checks: RunChecks | None = None
 
     @property
@@ -209,6 +211,11 @@ class Fleet:
         return {
             index: server.loaded_at - started for index, server in enumerate(self.servers) if not server.is_excluded
         }
+
+    async def reserve(self, coming: NextVersion, deadline: Deadline) -> None:
+        """See `ServerHandle.reserve`; on all servers."""
+        reserved = await asyncio.gather(*[server.reserve(coming, deadline) for server in self.servers])
+        self.reserved_for = coming.name if all(reserved) else ""
 
     @property
     def needs_verification(self) -> bool:

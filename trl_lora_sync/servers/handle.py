@@ -9,7 +9,7 @@ from dataclasses import replace
 from enum import Enum
 from functools import partial
 
-from trl_lora_sync.adapter.store import StoredAdapter
+from trl_lora_sync.adapter.store import NextVersion, StoredAdapter
 from trl_lora_sync.checks.adapter import mismatch_error
 from trl_lora_sync.checks.listed import RunChecks
 from trl_lora_sync.checks.subject import Expected, Subject
@@ -470,6 +470,17 @@ class ServerHandle:
         # The lock is fair, so this is the turn after all unloads that were requested before.
         async with held(self._unloads, deadline, f"{self.base_url} is still unloading earlier versions"):
             return
+
+    async def reserve(self, coming: NextVersion, deadline: Deadline) -> bool:
+        """Between two syncs, and after the unloads, see `Engine.reserve`; never fails."""
+        if self.is_excluded or self.last_error is not None:
+            return False
+        try:
+            await self.wait_for_unloads(deadline)
+            return await self.engine.reserve(coming, deadline)
+        except LoRASyncError as error:
+            logger.debug("%s reserves no slot for %s: %s", self.base_url, coming.name, error)
+            return False
 
     # Verification
 

@@ -5,6 +5,7 @@ import shlex
 from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 from typing import TypeVar
 
 from trl_lora_sync.adapter.canonical import CanonicalAdapter
@@ -58,12 +59,20 @@ class DiskTransport:
 
         After a `close` it gets ready again: an evaluation after the training publishes once more.
         """
-        return await self._keep(lambda: self.store.write(version, adapter), deadline)
+        return await self.written(self.begin(version, adapter), deadline)
 
-    async def _keep(self, write: Callable[[], StoredAdapter], deadline: Deadline) -> StoredAdapter:
-        writing = self._files.submit(write)
+    def begin(self, version: int | str, adapter: CanonicalAdapter) -> "Future[StoredAdapter]":
+        """The first part of `write`, which any thread may call."""
+        writing = self._files.submit(partial(self._keep, version, adapter))
         # In the same thread, so that the files are complete before any later call, such as `check` or `delete`.
         self._files.submit(self.store.finish)
+        return writing
+
+    def _keep(self, version: int | str, adapter: CanonicalAdapter) -> StoredAdapter:
+        return self.store.write(version, adapter)
+
+    async def written(self, writing: "Future[StoredAdapter]", deadline: Deadline) -> StoredAdapter:
+        """The second part."""
         try:
             return await self._wait(writing, deadline)
         except BaseException:
@@ -75,7 +84,7 @@ class DiskTransport:
     async def _wait(self, task: "Future[T]", deadline: Deadline, held_up: str = "") -> T:
         waiting = asyncio.wrap_future(task)
         waiting.add_done_callback(lambda late: late.cancelled() or late.exception())  # else asyncio reports it
-        # Not `wait_for`, which would cancel the call as well if it has not begun. Only `_keep` wants that.
+        # Not `wait_for`, which would cancel the call as well if it has not begun. Only `written` wants that.
         await asyncio.wait({waiting}, timeout=deadline.left_s())
         if not waiting.done():
             raise deadline.error(
@@ -139,9 +148,8 @@ class DiskAndHTTPTransport(DiskTransport):
     def where(self) -> str:
         return f"{super().where}, and over HTTP"
 
-    async def write(self, version: int | str, adapter: CanonicalAdapter, deadline: Deadline) -> StoredAdapter:
-        # In the file thread, because copying an adapter from a GPU would hold up the loop.
-        return await self._keep(lambda: _with_content(self.store.write, version, adapter), deadline)
+    def _keep(self, version: int | str, adapter: CanonicalAdapter) -> StoredAdapter:
+        return _with_content(self.store.write, version, adapter)
 
 
 class HTTPTransport(DiskTransport):
@@ -154,9 +162,9 @@ class HTTPTransport(DiskTransport):
     def where(self) -> str:
         return "no shared folder (sent over HTTP)"
 
-    async def write(self, version: int | str, adapter: CanonicalAdapter, deadline: Deadline) -> StoredAdapter:
+    def _keep(self, version: int | str, adapter: CanonicalAdapter) -> StoredAdapter:
         # A copy: a server that restarts needs this version, and the next read of the model overwrites its memory.
-        return await self._keep(lambda: _with_content(self.store.note, version, adapter), deadline)
+        return _with_content(self.store.note, version, adapter)
 
     async def check(self, stored: StoredAdapter, adapter: CanonicalAdapter, deadline: Deadline) -> None:
         """Does nothing: a push carries a digest that the server compares, and there is no file."""

@@ -13,7 +13,7 @@ from typing import Any
 from unittest import mock
 
 from trl_lora_sync.adapter.canonical import CanonicalAdapter
-from trl_lora_sync.adapter.store import StoredAdapter
+from trl_lora_sync.adapter.store import NextVersion, StoredAdapter
 from trl_lora_sync.engines.base import (
     CONCURRENT_REQUESTS,
     Capabilities,
@@ -190,6 +190,10 @@ class InMemoryEngine:
     async def warm_up(self, adapter: StoredAdapter, deadline: Deadline) -> None:
         """See `Engine`."""
         self._begin("warm_up", adapter.name)
+
+    async def reserve(self, coming: NextVersion, deadline: Deadline) -> bool:
+        """See `Engine`."""
+        return False
 
     async def unload(self, adapter_name: str, deadline: Deadline) -> bool:
         """See `Engine`."""

@@ -14,12 +14,12 @@ import secrets
 from collections import defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 from packaging.version import InvalidVersion, Version
 
-from trl_lora_sync.adapter.store import StoredAdapter
+from trl_lora_sync.adapter.store import NextVersion, StoredAdapter
 from trl_lora_sync.engine_plugins.collector import collector_paused
 from trl_lora_sync.engine_plugins.safetensors_file import CUT_OFF, DTYPES
 from trl_lora_sync.engine_plugins.version_note import DAMAGED, IGNORES, NOTE_FORM
@@ -29,7 +29,9 @@ from trl_lora_sync.engine_plugins.vllm_quick_load import (
     DTYPE_HEADER,
     EXPERTS_HEADER,
     GPUS_HEADER,
+    NO_LIST,
     RANK_HEADER,
+    RESERVE_ROUTE,
     STACKED,
 )
 from trl_lora_sync.engines.base import (
@@ -95,6 +97,19 @@ _SEED_BITS = 48
 _ADAPTERS_APART_FROM = Version("0.26")
 
 
+class _Reservation(NamedTuple):
+    """Of a slot in each worker.
+
+    Attributes:
+        coming: the version that it is for.
+        number, socket: as for `ReservationClient.confirm`.
+    """
+
+    coming: NextVersion
+    number: str
+    socket: str
+
+
 class VLLMEngine(ServerEngine):
     """One vLLM server; see the `Engine` protocol for the contract, and `ServerEngine` for the arguments."""
 
@@ -105,6 +120,8 @@ class VLLMEngine(ServerEngine):
         super().__init__(base_url, is_local=is_local, timeouts=timeouts)
         self._pushed = PushedAdapters(base_url, self._request, self._serve_command, timeouts)
         self._has_listed = False
+        self._reservation: _Reservation | None = None
+        self._can_reserve = True  # as far as is known
 
     # Connecting
 
@@ -310,6 +327,9 @@ class VLLMEngine(ServerEngine):
         """See `Engine`. An adapter that is nowhere on disk is pushed first."""
         if adapter.server_path is None:
             adapter = replace(adapter, server_path=await self.push(adapter, deadline))
+        noted = await self._note_loaded(adapter, deadline)
+        if noted is not None:
+            return noted
         async with self._distrusting_connections():
             async for attempt in self._attempts_to_load(deadline):
                 with attempt:
@@ -326,6 +346,50 @@ class VLLMEngine(ServerEngine):
     async def push(self, adapter: StoredAdapter, deadline: Deadline) -> str:
         """Send an adapter to the server's host and return where the server keeps it, see `PushedAdapters`."""
         return await self._pushed.push(adapter, deadline)
+
+    async def reserve(self, coming: NextVersion, deadline: Deadline) -> bool:
+        """See `Engine`."""
+        self._reservation = None
+        # Workers fill a slot from what they share with a trainer on their host.
+        if not (self._can_reserve and self._is_local and self.capabilities.checks_payload):
+            return False
+        body: dict[str, Any] = {
+            "lora_name": coming.name,
+            "lora_path": coming.server_path,
+            "head": coming.head,
+            "folder": coming.folder,
+        }
+        if coming.has_stacked_experts:
+            body["is_3d_lora_weight"] = True
+        response = await self._post(RESERVE_ROUTE, body, deadline)
+        if response.status_code != 200:  # such as 404 of an older version of this package
+            self._can_reserve = False
+            return False
+        answer = json_object(response, ServerError)
+        if number := answer.get("reservation"):
+            self._reservation = _Reservation(coming, str(number), str(answer.get("socket")))
+        return bool(number)
+
+    async def _note_loaded(self, adapter: StoredAdapter, deadline: Deadline) -> dict[str, str] | None:
+        """Have the server note a version that all workers have in their reserved slots; None if they have not.
+
+        Returns:
+            As `load`.
+        """
+        reserved, self._reservation = self._reservation, None
+        note, reservations = adapter.note, adapter.reservations
+        if reserved is None or note is None or reservations is None:
+            return None
+        if (reserved.coming.name, reserved.coming.head) != (adapter.name, note.head):
+            return None
+        listed = await reservations.confirm(reserved.number, reserved.socket, note.checksum)
+        # Not again after silence, for which each sync would wait.
+        self._can_reserve = listed is not None
+        if not listed:
+            logger.debug("%s is sent a request for %s: its slot was not filled.", self.base_url, adapter.name)
+            return None
+        loaded = await self.loaded(deadline) if listed == NO_LIST else _adapters_listed(listed)
+        return loaded if loaded and loaded.get(adapter.name) == adapter.server_path else None
 
     async def _load_once(self, adapter: StoredAdapter, deadline: Deadline) -> dict[str, str]:
         body: dict[str, Any] = {"lora_name": adapter.name, "lora_path": adapter.server_path}
@@ -685,9 +749,13 @@ def _is_of_another(message: str, adapter: StoredAdapter) -> bool:
 
 def adapters_in(response: httpx.Response) -> dict[str, str] | None:
     """The adapters that the answer to a load lists, by name with their paths; None if it lists none."""
+    return _adapters_listed(response.headers.get(ADAPTERS_HEADER, ""))
+
+
+def _adapters_listed(text: str) -> dict[str, str] | None:
     try:
-        return paths_by_name(json.loads(response.headers[ADAPTERS_HEADER]))
-    except (KeyError, ValueError):
+        return paths_by_name(json.loads(text))
+    except ValueError:
         return None
 
 
