@@ -57,6 +57,8 @@ SYNC_RUNS = {
     "vs-weights-32b-caches-2xh200": "the same host; one server at a time, so the arms followed one another",
     "vs-weights-8b-again-2xh200": "another host, the package of November 28",
     "vs-weights-32b-again-2xh200": "another host; one server at a time, so the arms followed one another",
+    "vs-weights-8b-reserved-2xh200": "`runtime`: slots are reserved and filled past the engine; `--enforce-eager`",
+    "vs-weights-32b-reserved-2xh200": "the same host; one server at a time, so the arms followed one another",
 }
 # Runs with two workers a server, and where these are.
 TENSOR_PARALLEL_RUNS = {

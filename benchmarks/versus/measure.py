@@ -115,11 +115,15 @@ def _one_sync(arm: Arm, bench: Workbench) -> tuple[dict[str, float], Phases | No
     with bench.watched_memory() as memory:
         start = time.perf_counter()
         split = arm.sync()
+        returned = time.perf_counter()
+        # Ours copies the version to its file beside what follows, and a stock sync may leave work on the GPU too.
         bench.settle()
         synced = time.perf_counter()
     asked = time.perf_counter()
     arm.sample([prompt], plain_sampling(max_tokens=1, logprobs=None))
-    return {"sync_s": synced - start, "first_token_s": time.perf_counter() - asked, **memory}, split
+    first_token_s = time.perf_counter() - asked
+    seconds = {"sync_s": synced - start, "returned_s": returned - start, "first_token_s": first_token_s}
+    return {**seconds, **memory}, split
 
 
 def _one_split(arm: Arm, bench: Workbench) -> Phases:
