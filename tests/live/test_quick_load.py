@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import httpx
 import psutil
@@ -314,26 +313,6 @@ def test_a_reserved_slot_that_another_adapter_needs_is_given_up(quick: Quick) ->
     assert quick.is_policy(stored.name, 1)
     assert quick.counts()["reserved"] == before
     assert quick.is_policy(quick.load(6), 6)
-
-
-def test_slots_are_reserved_for_clients_with_a_key_only_and_by_well_formed_requests(
-    base_model: Path, tmp_path: Path
-) -> None:
-    with server_of(base_model, tmp_path / "key.log", "--api-key", "secret") as server:
-        url = f"{server.base_url}{vllm_quick_load.RESERVE_ROUTE}"
-        key = {"Authorization": "Bearer secret"}
-        fields = {"lora_name": "a", "lora_path": "/a", "head": "b", "folder": str(tmp_path)}
-
-        def status(method: str, **request: Any) -> int:
-            return httpx.request(method, url, timeout=60, trust_env=False, **request).status_code
-
-        assert status("POST", json=fields) == 401
-        assert status("GET", headers=key) == 405
-        assert status("POST", headers=key, json={"lora_name": "a"}) == 400
-        assert status("POST", headers=key, content=b"[") == 400
-        assert status("POST", headers=key, json={**fields, "folder": "/gone"}) == 409
-        answer = httpx.post(url, headers=key, json=fields, timeout=60, trust_env=False)
-        assert answer.json() == {"reservation": ""}  # nothing of that kind was ever loaded
 
 
 def test_a_written_version_is_bit_for_bit_what_vllm_loads(quick: Quick) -> None:

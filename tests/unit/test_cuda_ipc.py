@@ -518,6 +518,16 @@ def test_an_adapter_of_another_origin_that_needs_the_reserved_slot_gets_it(ahead
     assert all(ahead.serves(one) for one in (*others, stored, last))
 
 
+def test_another_trainer_may_reserve_the_slot_and_the_first_one_hears_of_it(ahead: Ahead, tmp_path: Path) -> None:
+    last = ahead.publish(2)
+    reservation = ahead.reserve(3, last)
+    assert last.note
+    other = run(server_in(tmp_path))
+    assert ahead.writer.reserve("of another trainer", 99, last.note.head, "None", 1, other.path, "another")
+    assert ahead.confirm(reservation, ahead.write_reserved(3)) == ""
+    run_on_loop(other.close)
+
+
 def test_a_version_of_another_kind_gets_no_reserved_slot(ahead: Ahead) -> None:
     last = ahead.publish(2)
     coming = ahead.store.after(last, 3)

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import re
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +25,7 @@ from trl_lora_sync.engine_plugins.vllm_quick_load import (
     EXPERTS_HEADER,
     GPUS_HEADER,
     RANK_HEADER,
+    RESERVE_ROUTE,
     WRITE_SLOTS,
     QuickLoadMiddleware,
     writes_slots,
@@ -495,6 +497,72 @@ def test_answers_to_loads_list_the_adapters_that_the_server_has_then(
 
     listed = asyncio.run(run())
     assert (None if listed is None else json.loads(listed)) == expected
+
+
+FIELDS = {"lora_name": "a-v2", "lora_path": "/a-v2", "head": "digest"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "fields", "workers", "status"),
+    [
+        ({}, FIELDS, ["one", "two"], 200),
+        ({}, FIELDS, ["one", ""], 200),
+        ({}, FIELDS | {"folder": "/gone"}, [], 409),
+        ({}, {"lora_name": "a-v2"}, [], 400),
+        ({}, [1], [], 400),
+        ({"method": "GET"}, FIELDS, [], 405),
+        ({"headers": []}, FIELDS, [], 401),
+    ],
+)
+def test_slots_are_reserved_in_all_workers_or_none_for_clients_with_the_key(
+    changes: dict[str, Any],
+    fields: Any,
+    workers: list[str],
+    status: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = SimpleNamespace(LoRARequest=lambda name, number, path: SimpleNamespace(lora_name=name, lora_int_id=number))
+    monkeypatch.setitem(sys.modules, "vllm.lora.request", made)
+    asked: list[tuple[Any, ...]] = []
+    sent: list[Any] = []
+
+    async def collective_rpc(method: str, args: tuple[Any, ...] = ()) -> list[Any]:
+        asked.append(args)
+        loaded = dict.fromkeys(("error", "slots", "off", "experts", "dtype", "rank"), "")
+        return [loaded] if method == "lora_sync_load_quickly" else workers
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        pass
+
+    async def receive() -> Any:
+        body = fields if isinstance(fields, list) else {"folder": str(tmp_path)} | fields
+        return {"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def run() -> None:
+        models = SimpleNamespace(lora_requests={"a-v1": None}, lora_id_counter=SimpleNamespace(inc=lambda by: 7))
+        engine = SimpleNamespace(collective_rpc=collective_rpc)
+        server = app_of(engine, ["secret"])
+        server.state.openai_serving_models = models
+        middleware = QuickLoadMiddleware(app)
+        await middleware({"type": "lifespan", "app": server}, None, send)  # type: ignore[arg-type]
+        scope = request_of(server, path=RESERVE_ROUTE, headers=KEY) | changes
+        await middleware(scope, receive, send)
+        assert [*models.lora_requests] == ["a-v1"]
+
+    asyncio.run(run())
+    assert sent[0]["status"] == status
+    if status == 200:
+        answer = json.loads(sent[1]["body"])
+        assert bool(answer["reservation"]) is all(workers)
+        name, number, head, _, listed, socket_path, reservation = asked[-1]
+        assert (name, number, head, listed) == ("a-v2", 7, "digest", 1)
+        assert not all(workers) or answer == {"reservation": reservation, "socket": Path(socket_path).name}
+    else:
+        assert len(asked) == 1
 
 
 def test_a_worker_says_whether_it_takes_experts_in_one_tensor(worker: Worker) -> None:

@@ -124,7 +124,7 @@ class _Reserved(NamedTuple):
         number: by which vLLM will know it.
         worker: what this worker is called in its message to the server.
         reservation: for what the message is, see `reservations`.
-        slot, content: where it goes; no content once the slot was given up.
+        slot, content: where it goes.
         freed: after what the engine had under way in the slot; None on a CPU.
     """
 
@@ -133,7 +133,7 @@ class _Reserved(NamedTuple):
     worker: str
     reservation: str
     slot: int
-    content: _Content | None
+    content: _Content
     freed: Any
 
 
@@ -187,7 +187,7 @@ class SlotWriter:
         self._parts = slot_parts(self._tables.modules.values(), len(self._index))
         self._device = self._parts[0].device
         self.fetcher = Fetcher(self._device)
-        self.fetcher.put_ahead, self.fetcher.done_ahead = self._put_ahead, self._done_ahead
+        self.fetcher.put_ahead, self.fetcher.done_ahead = self._put_ahead, self._answer
         self._server = Sender(Path())
         self._reserved: _Reserved | None = None
         self._plans: OrderedDict[_Kind, _Plan | None] = OrderedDict()
@@ -484,13 +484,12 @@ class SlotWriter:
     def _give_up_reserved(self) -> None:
         if self._reserved is not None:
             self._remove(self._reserved.number)
-            # The rest is kept, for the message that the version is not there.
-            self._reserved = self._reserved._replace(content=None)
+            self._answer(self._reserved.name, "")
 
     def _put_ahead(self, name: str) -> str | None:
         """See `Fetcher.put_ahead`; in another thread than all else, in turn."""
         reserved = self._reserved
-        if reserved is None or reserved.name != name or reserved.content is None:
+        if reserved is None or reserved.name != name:
             return None
         # Other adapters may have needed its slot meanwhile. In turn, none can take it from here on, see `_activate`.
         if self._tables.lora_index_to_id[reserved.slot] != reserved.number:
@@ -503,8 +502,8 @@ class SlotWriter:
         # With more than one, a copy has failed, and the trainer has this version loaded into another slot.
         return sums.pop() if len(sums) == 1 else ""
 
-    def _done_ahead(self, name: str, held: str) -> None:
-        """See `Fetcher.done_ahead`; in another thread than all else, in turn."""
+    def _answer(self, name: str, held: str) -> None:
+        """Send the server the checksum of what lies in the slot, or nothing; in turn, also by that other thread."""
         reserved = self._reserved
         if reserved is not None and reserved.name == name:
             self._reserved = None
