@@ -447,52 +447,69 @@ def wait_until(is_over: Callable[[], bool]) -> None:
         time.sleep(0.05)
 
 
-def test_tensor_parallel_workers_write_their_parts_and_refuse_together(
-    base_model: Path, reference: PeftReference, tmp_path: Path
-) -> None:
+@pytest.fixture(scope="module")
+def parallel_server(base_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VLLMServer]:
     args = ("--tensor-parallel-size", "2", "--distributed-executor-backend", "mp")
-    with shared_folder() as folder, server_of(base_model, tmp_path / "parallel.log", *args) as server:
-        quick = Quick(server, reference, folder)
-        versions = [(seed, quick.publish(seed).name) for seed in (1, 2, 3)]
-        assert all(quick.is_policy(name, seed) for seed, name in versions)  # the first one has lost its slot
-        assert quick.counts()["loaded by vLLM"] == 0
-        stored = quick.write_damaged(4)
-        with pytest.raises(AdapterNotVisibleError, match="damaged"):
-            quick.engine.load(stored, soon(60))
-        assert quick.is_policy(versions[-1][1], 3)
-        last = quick.publish(5)
-        assert quick.is_policy(last.name, 5)
-        for name in quick.engine.loaded(soon()).keys() - {last.name}:
-            quick.engine.unload(name, soon(60))
-        before = quick.counts()["reserved"]
-        for seed in (6, 7):
-            newer = quick.publish_reserved(seed, last)
-            assert quick.is_policy(newer.name, seed)
-            quick.engine.unload(last.name, soon(60))
-            last = newer
-        assert quick.counts()["reserved"] - before == 2
-        quick.close()
+    with server_of(base_model, tmp_path_factory.mktemp("parallel") / "parallel.log", *args) as server:
+        yield server
 
 
-def test_a_refused_load_leaves_no_answer_of_a_tensor_parallel_worker_behind(
-    base_model: Path, reference: PeftReference, tmp_path: Path
+@pytest.fixture
+def parallel(parallel_server: VLLMServer, reference: PeftReference) -> Iterator[Quick]:
+    with shared_folder() as folder, contextlib.closing(Quick(parallel_server, reference, folder)) as quick:
+        yield quick
+
+
+def test_tensor_parallel_workers_write_their_parts_and_refuse_together(parallel: Quick) -> None:
+    before = parallel.counts()
+    versions = [(seed, parallel.publish(seed).name) for seed in (1, 2, 3)]
+    assert all(parallel.is_policy(name, seed) for seed, name in versions)  # the first one has lost its slot
+    assert parallel.counts()["loaded by vLLM"] == before["loaded by vLLM"]
+    stored = parallel.write_damaged(4)
+    with pytest.raises(AdapterNotVisibleError, match="damaged"):
+        parallel.engine.load(stored, soon(60))
+    assert parallel.is_policy(versions[-1][1], 3)
+    last = parallel.publish(5)
+    assert parallel.is_policy(last.name, 5)
+    for name in parallel.engine.loaded(soon()).keys() - {last.name}:
+        parallel.engine.unload(name, soon(60))
+    for seed in (6, 7):
+        newer = parallel.publish_reserved(seed, last)
+        assert parallel.is_policy(newer.name, seed)
+        parallel.engine.unload(last.name, soon(60))
+        last = newer
+    assert parallel.counts()["reserved"] - before["reserved"] == 2
+
+
+def test_each_server_of_a_run_fills_its_slots_by_itself(
+    quick: Quick, parallel: Quick, base_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    use_pinned_files(monkeypatch)
+    servers = (quick, parallel)
+    before = [one.counts()["reserved"] for one in servers]
+    with shared_folder() as folder:
+        settings = {"lora_sync_dir": str(folder), "lora_sync_keep": 1}
+        urls = ",".join(one.server.base_url for one in servers)
+        trainer = grpo_trainer(urls, base_model, tmp_path, max_steps=6, **settings)
+        trainer.train()
+        assert all(one.counts()["reserved"] - was >= 2 for one, was in zip(servers, before, strict=True))
+        check_and_close(trainer)
+
+
+def test_a_refused_load_leaves_no_answer_of_a_tensor_parallel_worker_behind(parallel: Quick) -> None:
     """Of an adapter of another client, each worker raised.
 
     vLLM took the second worker's answer for that to the next load, and so on: a damaged version was answered with 200.
     """
-    args = ("--tensor-parallel-size", "2", "--distributed-executor-backend", "mp")
-    with shared_folder() as folder, server_of(base_model, tmp_path / "parallel.log", *args) as server:
-        quick = Quick(server, reference, folder)
-        # Of what the engine's client repeats, nothing is seen here.
-        loaded = [quick.send(stored) for stored in (quick.write(1, rank=32), quick.write(2), quick.write_flat(3))]
-        assert [one.status_code for one in loaded] == [500, 200, 200]
-        assert "LoRA rank 32 is greater than max_lora_rank 16" in loaded[0].text
-        damaged = quick.send(quick.write_damaged(4))
-        assert (damaged.status_code, "damaged" in damaged.text) == (500, True)
-        assert quick.engine.capabilities.max_lora_rank == 16
-        assert quick.is_policy(quick.publish(5).name, 5)
-        quick.close()
+    # Of what the engine's client repeats, nothing is seen here.
+    stored = (parallel.write(1, rank=32), parallel.write(2), parallel.write_flat(3))
+    loaded = [parallel.send(one) for one in stored]
+    assert [one.status_code for one in loaded] == [500, 200, 200]
+    assert "LoRA rank 32 is greater than max_lora_rank 16" in loaded[0].text
+    damaged = parallel.send(parallel.write_damaged(4))
+    assert (damaged.status_code, "damaged" in damaged.text) == (500, True)
+    assert parallel.engine.capabilities.max_lora_rank == 16
+    assert parallel.is_policy(parallel.publish(5).name, 5)
 
 
 def test_a_stock_server_that_reports_the_refusal_of_another_adapter_loads_this_one(

@@ -196,7 +196,7 @@ def test_an_exception_from_another_thread_ends_a_sync_whose_files_are_not_writte
         await asyncio.sleep(GENERATION_S)
         raise AssertionError("the sync went on")
 
-    monkeypatch.setattr(training.sync.transport, "write", hang)
+    monkeypatch.setattr(training.sync.transport, "written", hang)
     started = time.monotonic()
     raise_in_another_thread(training.publish, lambda: writing.wait(30))
     assert time.monotonic() - started < AT_ONCE_S

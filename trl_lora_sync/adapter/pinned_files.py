@@ -295,12 +295,13 @@ class PinnedFilePool:
         return self._assigned.get(name)
 
     def fill(
-        self, pinned: PinnedFile, header: bytes, flat: Tensor, announced: Callable[[], object], *, noted_as: str = ""
+        self, pinned: PinnedFile, header: bytes, flat: Tensor, before_copy: Callable[[], object], *, noted_as: str = ""
     ) -> str:
         """See `PinnedFile.fill`; where workers read the GPU, the file may be complete only after `finish`.
 
         Args:
-            announced: called once workers can begin to fetch it, and before it is copied to the file.
+            before_copy: called before it is copied to the file. Workers that read the GPU are notified first, and
+                workers that read the file afterwards, as they look for its parts again and again.
             noted_as: the name of the version if it has a note, so that workers can fetch it ahead of its load.
 
         Returns:
@@ -318,7 +319,7 @@ class PinnedFilePool:
                 number = memory.offer.number
                 if shared is not None:
                     shared.note_filled(Filled(flat.nbytes, memory=number, name=noted_as))
-                announced()
+                before_copy()
                 pinned.begin(header, memory.copy_to, part_bytes=flat.nbytes, is_awaited=False)
                 return str(number)
         except IPCError as error:
@@ -327,10 +328,10 @@ class PinnedFilePool:
             level = logging.INFO if flat.is_cuda else logging.DEBUG
             logger.log(level, "Servers read adapter versions from files, not from the trainer's GPU: %s.", error)
         part_bytes = unfinished.PART_BYTES if self._readers_wait else flat.nbytes
+        before_copy()
         if shared is not None:
             begun = shared.progress.promised
             shared.note_filled(Filled(flat.nbytes, 0, pinned.key, len(header), part_bytes, begun, noted_as))
-        announced()
         if self._readers_wait:
             # From `flat` itself, which the next export overwrites: a load ends after this copy, as workers and
             # `ServerHandle.load` wait for the file, and a version that fails is deleted after `finish`.
