@@ -210,34 +210,26 @@ class AdapterSync:
         if adapter.layout != self._layout:  # a server may ignore a module that it was not tried with
             self._layout = adapter.layout
             self.fleet.require_verification()
+
+        def attempt(probe: Scores | None, *, is_final: bool) -> SyncReport:
+            version = self._next_version
+            self._next_version += 1  # a name is never used again, not even after a failure
+            # Here, as it takes a while until the loop begins. If an interrupt comes before that, `close` deletes the
+            # files.
+            writing = self.transport.begin(version, adapter)
+            beside = _Beside(meanwhile)
+            return run(self._publish(writing, adapter, probe, timer, beside, deadline, is_final=is_final), beside)
+
         # While no server needs to be verified, a version costs no forward pass of the trainer. If a server comes back
         # during the sync, the attempt is withdrawn, and repeated with scores.
         if score is not None and not self.needs_verification:
-            beside = _Beside(meanwhile)
             try:
-                return self._attempt(adapter, None, timer, beside, deadline, is_final=False)
+                return attempt(None, is_final=False)
             except VerificationDueError as error:
                 logger.warning("%s", error)
         with timer.phase("verify"):
             probe = score() if score is not None and self.needs_verification else None
-        beside = _Beside(meanwhile)
-        return self._attempt(adapter, probe, timer, beside, deadline, is_final=True)
-
-    def _attempt(
-        self,
-        adapter: CanonicalAdapter,
-        probe: Scores | None,
-        timer: PhaseTimer,
-        beside: _Beside,
-        deadline: Deadline,
-        *,
-        is_final: bool,
-    ) -> SyncReport:
-        version = self._next_version
-        self._next_version += 1  # a name is never used again, not even after a failure
-        # Here, as it takes a while until the loop begins. If an interrupt comes before that, `close` deletes the files.
-        writing = self.transport.begin(version, adapter)
-        return run(self._publish(writing, adapter, probe, timer, beside, deadline, is_final=is_final), beside)
+        return attempt(probe, is_final=True)
 
     async def _publish(
         self,
