@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from trl_lora_sync.engine_plugins.checksum import ROW_BYTES, Checksum, checksum, parts_of
+from trl_lora_sync.engine_plugins.checksum import ROW_BYTES, Checksum, RepeatedChecksum, checksum, parts_of
 from trl_lora_sync.engine_plugins.slot_layout import (
     DIGITS,
     Box,
@@ -140,6 +140,21 @@ def test_a_checksum_sees_every_changed_element_and_every_swap(count: int) -> Non
 def test_a_checksum_is_a_fixed_number() -> None:
     """Trainer and server compute it apart, perhaps with other versions of torch."""
     assert checksum(torch.arange(1000, dtype=torch.float32)) == "0110abaf129f0000"
+
+
+@pytest.mark.gpu
+@pytest.mark.outside  # Triton runs a compiler
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here")
+@pytest.mark.parametrize("size", [0, 8, 1003, ROW_BYTES, 3 * ROW_BYTES + 16, 17 * ROW_BYTES, 17 * ROW_BYTES + 8])
+def test_a_checksum_on_a_gpu_is_the_same_number(size: int, caplog: pytest.LogCaptureFixture) -> None:
+    flat = torch.randint(256, (size + 8,), dtype=torch.uint8, generator=torch.Generator().manual_seed(5))
+    with caplog.at_level("INFO"):
+        assert checksum(flat.cuda()[8:]) == checksum(flat[8:].clone())
+        repeated = RepeatedChecksum(on_gpu := flat.cuda()[8:])
+        for _ in range(4):  # the last ones by a recorded launch
+            on_gpu.bitwise_not_()
+            assert repeated() == checksum(on_gpu.cpu())
+    assert "without Triton" not in caplog.text
 
 
 @pytest.mark.parametrize("size", [0, 1, 8, 1003, ROW_BYTES - 1, ROW_BYTES, ROW_BYTES + 9, 3 * ROW_BYTES + 5])

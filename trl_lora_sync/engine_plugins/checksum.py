@@ -9,6 +9,7 @@ from functools import cache, partial
 import torch
 from torch import Tensor
 
+from trl_lora_sync.engine_plugins import logger
 from trl_lora_sync.engine_plugins.repeated import Repeated
 
 # Word and row define the checksum: with other sizes, trainer and server would get different sums of the same bytes.
@@ -41,6 +42,30 @@ def hexadecimal(total: Tensor | int) -> str:
 
 def word_sum(flat: Tensor) -> Tensor:
     """The sum of `checksum`, as an int64 on the device of `flat`; not waited for."""
+    data = flat.view(torch.uint8)
+    if flat.is_cuda and data.numel() % _WORD_BYTES == 0:
+        return _sum_on(flat.device)(data.view(torch.int64))
+    return _sum_of(data)
+
+
+@cache
+def _sum_on(device: torch.device) -> Callable[[Tensor], Tensor]:
+    """What adds up the words of tensors on a GPU: in one pass, if Triton is there and it works."""
+    try:
+        from trl_lora_sync.engine_plugins.checksum_kernel import word_sum
+
+        in_one_pass = partial(word_sum, columns=_COLUMNS, mix=_MIX, shift=_SHIFT)
+        # More rows than one program takes, and a part of one.
+        sample = _factors(10 * _COLUMNS + 5, device)
+        if not torch.equal(in_one_pass(sample), _sum_of(sample)):
+            raise ArithmeticError("its sum is wrong")
+    except Exception as error:  # such as a missing compiler
+        logger.info("Checksums are computed without Triton, which takes longer: %s: %s", type(error).__name__, error)
+        return _sum_of
+    return in_one_pass
+
+
+def _sum_of(flat: Tensor) -> Tensor:
     data = flat.view(torch.uint8)
     size = data.numel() // _WORD_BYTES * _WORD_BYTES
     words = data[:size].view(torch.int64)
