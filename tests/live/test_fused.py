@@ -22,6 +22,7 @@ from safetensors.torch import load_file, save_file
 from support.adapters import make_foreign
 from support.models import lora, randomize_adapter
 from support.policies import is_policy_of, sample, token_ids
+from support.shared_memory import shared_folder, use_pinned_files
 from support.trainers import grpo_trainer, steps_of, wait_for_unloads
 from versus.scoring import prompt_logprobs
 from vllm_server import VLLMServer
@@ -29,6 +30,7 @@ from vllm_server import VLLMServer
 from trl_lora_sync.adapter.canonical import LoRAModule
 from trl_lora_sync.adapter.flat import FlatBuffer
 from trl_lora_sync.adapter.store import AdapterStore, StoredAdapter
+from trl_lora_sync.engine_plugins.reservations import ReservationClient
 from trl_lora_sync.engine_plugins.vllm_fused import BASE, HEADER, MIDDLEWARE, ROUTE, WORKER
 from trl_lora_sync.engines.base import PromptGroup
 from trl_lora_sync.engines.connect import connect_engine
@@ -349,6 +351,34 @@ def test_a_run_trains_the_policy_it_samples_from_and_leaves_the_base(
     assert fused.state()["current"] == BASE
     assert fused.score(fused.base) == before
     assert not (tmp_path / "sync").exists()
+
+
+def test_versions_of_a_run_are_loaded_past_http(
+    fused: Fused, base_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers: list[str | None] = []
+    confirm = ReservationClient.confirm
+
+    async def noted(client: ReservationClient, *given: str) -> str | None:
+        answers.append(await confirm(client, *given))
+        return answers[-1]
+
+    monkeypatch.setattr(ReservationClient, "confirm", noted)
+    use_pinned_files(monkeypatch)
+    before = fused.score(fused.base)
+    with shared_folder() as folder:
+        settings = {"lora_sync_dir": str(folder), "lora_sync_serving": "fused"}
+        trainer = grpo_trainer(fused.server.base_url, base_model, tmp_path, max_steps=6, **settings)
+        trainer.train()
+        steps = steps_of(trainer)
+        assert [step["lora_sync/version"] for step in steps] == [1, 2, 3, 4, 5, 6]
+        assert all(step["sampling/sampling_logp_difference/mean"] < 0.02 for step in steps)
+        # The first one has none before it.
+        assert len(answers) >= 4
+        assert all(answers)
+        trainer.vllm_generation.close()
+        wait_for_unloads(trainer)
+    assert fused.score(fused.base) == before
 
 
 def test_a_model_whose_base_lacks_the_initial_adapter_is_added_to_the_checkpoints_base(

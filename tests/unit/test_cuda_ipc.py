@@ -425,7 +425,7 @@ class Ahead(OnOneHost):
         return reservation
 
     async def _expect(self, reservation: str, worker: str) -> None:
-        def note() -> str:
+        async def note() -> str:
             self.noted.append(reservation)
             return "noted"
 
@@ -548,7 +548,11 @@ def test_all_workers_of_a_server_have_to_hold_a_version(tmp_path: Path) -> None:
     noted: list[str] = []
 
     async def expect(reservation: str) -> None:
-        server.expect(reservation, ["a", "b"], lambda: noted.append(reservation) or reservation)  # type: ignore[func-returns-value]
+        async def note() -> str:
+            noted.append(reservation)
+            return reservation
+
+        server.expect(reservation, ["a", "b"], note)
 
     def confirm(reservation: str) -> str | None:
         return run(client.confirm(reservation, server.path.name, "sum"))

@@ -7,13 +7,16 @@ import re
 import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from trl_lora_sync.engine_plugins import fused_middleware, vllm_fused
+from trl_lora_sync.engine_plugins import fused_middleware, reservations, vllm_fused
+from trl_lora_sync.engine_plugins.reservations import ReservationClient
 from trl_lora_sync.engine_plugins.vllm_fused import BASE, HEADER, ROUTE, WORKER, FusedMiddleware
+from trl_lora_sync.engine_plugins.vllm_quick_load import RESERVE_ROUTE
 
 WHOLE = {"q": {"shape": [8, 4], "pieces": [[0, 8, 0, 4]]}}
 
@@ -28,10 +31,11 @@ class Engine:
 
     def __init__(self) -> None:
         self.events: list[str] = []
+        self._turn = asyncio.Lock()
         self.active: list[str | None] = [None, None]
         self.before: list[str | None] = [None, None]
         self.has_before = [False, False]
-        self.prepared: str | None = None
+        self.prepared: list[str | None] = [None, None]
         self.fails: dict[tuple[int, str], str] = {}
         self.placed: list[dict[str, Any]] = [WHOLE, WHOLE]
         self.cache_is_free = True
@@ -48,12 +52,13 @@ class Engine:
     async def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[dict[str, Any]]:
         name = method.removeprefix("lora_sync_")
         self.events.append(" ".join([name, *(str(arg) for arg in args)]))
-        await asyncio.sleep(self.reading_s if name == "prepare" else 0)
-        return [self._work(rank, name, *args) for rank in range(2)]
+        async with self._turn:  # vLLM's core carries out one call after the other
+            await asyncio.sleep(self.reading_s if name == "prepare" else 0)
+            return [self._work(rank, name, *args) for rank in range(2)]
 
     def _work(self, rank: int, name: str, *args: Any) -> dict[str, Any]:
         if name == "prepare":
-            self.has_before[rank] = False
+            self.has_before[rank], self.prepared[rank] = False, None
         if (rank, name) in self.fails:
             if name == "apply":
                 self.before[rank], self.active[rank], self.has_before[rank] = self.active[rank], "half", True
@@ -61,8 +66,12 @@ class Engine:
         if name == "prepare":
             if args[1] == "/gone":
                 return {"ok": False, "status": 404, "error": "No adapter found for /gone"}
+            self.prepared[rank] = args[0]
             return {"ok": True, "read_s": 0.1, "place_s": 0.2, "placed": self.placed[rank]}
+        if name == "apply" and self.prepared[rank] != args[0]:
+            return {"ok": False, "status": 422, "error": f"{args[0]} was not prepared"}
         if name == "apply":
+            self.prepared[rank] = None
             active = None if args[0] == BASE else args[0]
             self.before[rank], self.active[rank], self.has_before[rank] = self.active[rank], active, True
             return {"ok": True, "fuse_s": 0.1}
@@ -592,6 +601,141 @@ def test_a_name_whose_load_was_cancelled_at_its_end_can_be_given_to_another_adap
         assert (loading.cancelled(), server.engine.active) == (True, ["v1", "v1"])
         assert (await server.load("v1", "/b"))[0] == 200
         assert "prepare v1 /b" in server.engine.events
+
+    run(test())
+
+
+class Trainer:
+    """Has versions loaded past HTTP, as one on the server's host."""
+
+    def __init__(self, server: Server, folder: Path) -> None:
+        self.server, self.folder = server, folder
+        loop = asyncio.get_running_loop()
+
+        def on_loop(readable: Any, act: Callable[[], None]) -> Callable[[], None]:
+            loop.add_reader(readable, act)
+            return lambda: (loop.remove_reader(readable), readable.close())  # type: ignore[func-returns-value]
+
+        self.client = ReservationClient(folder, on_loop)
+
+    async def announce(self, name: str, path: str = "/a", *, begins: bool = True) -> Callable[[], Any]:
+        """Returns what confirms that the version is written."""
+        body = {"lora_name": name, "lora_path": path, "head": "digest", "folder": str(self.folder)}
+        status, answer, _ = await self.server.ask("POST", RESERVE_ROUTE, body)
+        assert status == 200
+        number, server = answer["reservation"], answer["socket"]
+        self.client.send_at_begin(name, number, server)
+        if begins:
+            self.client.begin(name)
+        return lambda: self.client.confirm(number, server, "sum")
+
+
+@pytest.mark.parametrize("begins", [True, False])
+def test_a_version_is_loaded_past_http_once_its_trainer_has_written_it(begins: bool, tmp_path: Path) -> None:
+    async def test() -> None:
+        server = Server()
+        await server.load("v1", "/1")
+        server.engine.events.clear()
+        trainer = Trainer(server, tmp_path)
+        confirm = await trainer.announce("v2", "/2", begins=begins)
+        if begins:
+            await until(lambda: "reset" in server.engine.events)
+        assert server.engine.events == (["pause", "reset"] if begins else [])
+        sampling = asyncio.create_task(server.sample("v2")) if begins else None
+        assert json.loads(await confirm()) == {"v1": "/1", "v2": "/2"}
+        *before, applied, last = server.engine.events
+        assert (sorted(before), applied, last) == (["pause", "prepare v2 /2", "reset"], "apply v2", "resume")
+        assert server.engine.active == ["v2", "v2"]
+        # A request that came before the version was registered.
+        assert sampling is None or (await sampling)[0] == 404
+        assert (await server.sample("v2"))[2] == "v2"
+        assert server.engine.events.count("apply v2") == 1
+        # A request whose first answer came too late for the trainer.
+        assert (await server.load("v2", "/2"))[0] == 200
+        assert server.engine.events.count("apply v2") == 1
+
+    run(test())
+
+
+def test_a_version_that_is_announced_and_never_written_holds_requests_back_for_a_moment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fused_middleware, "PATIENCE_S", 0.05)
+
+    async def test() -> None:
+        server = Server()
+        await server.load("v1", "/1")
+        trainer = Trainer(server, tmp_path)
+        await trainer.announce("v2", "/2")
+        await until(lambda: server.engine.paused)
+        assert (await server.sample("v1"))[2] == "v1"
+        assert not server.engine.paused
+        assert [one for one in server.engine.events if "v2" in one or "undo" in one] == []
+        assert server.middleware.adapters == {"v1": "/1"}
+        confirm = await trainer.announce("v3", "/3")
+        assert "v3" in json.loads(await confirm())
+
+    run(test())
+
+
+def test_a_version_that_cannot_be_loaded_past_http_is_left_to_a_request(tmp_path: Path) -> None:
+    async def test() -> None:
+        server = Server()
+        trainer = Trainer(server, tmp_path)
+        server.engine.fails[1, "prepare"] = "not finite"
+        confirm = await trainer.announce("v1", "/1")
+        assert await confirm() == ""
+        # The other worker had it in its weights already.
+        assert "apply v1" in server.engine.events
+        assert server.engine.active == [None, None]
+        assert (await server.load("v1", "/1"))[0] == 422
+        assert server.engine.active == [None, None]
+        server.engine.fails.clear()
+        # Requests of other clients, which may take longer than the trainer waits here.
+        server.done.clear()
+        sampling = asyncio.create_task(server.sample())
+        await until(lambda: server.middleware.lock.running == 1)
+        confirm = await trainer.announce("v2", "/2")
+        assert await confirm() == ""
+        loading = asyncio.create_task(server.load("v2", "/2"))
+        server.done.set()
+        assert (await loading)[0] == (await sampling)[0] == 200
+        assert server.engine.active == ["v2", "v2"]
+
+    run(test())
+
+
+def test_a_load_past_http_that_takes_too_long_is_found_by_the_request_that_follows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reservations, "PATIENCE_S", 0.05)
+
+    async def test() -> None:
+        server = Server()
+        server.engine.reading_s = 0.2
+        confirm = await Trainer(server, tmp_path).announce("v1", "/1")
+        assert await confirm() is None
+        # Of the withdrawal, too, which must not find nothing to unload.
+        loading, unloading = (
+            asyncio.create_task(server.load("v1", "/1")),
+            asyncio.create_task(server.ask("DELETE", f"{ROUTE}/v1")),
+        )
+        assert (await loading)[0] == 200
+        assert server.engine.events.count("apply v1") == 1
+        assert (await unloading)[1]["current"] == BASE
+
+    run(test())
+
+
+@pytest.mark.parametrize(
+    ("change", "status"),
+    [({"lora_name": "../v1"}, 400), ({"lora_path": "v1"}, 400), ({"folder": "/gone"}, 409)],
+)
+def test_a_version_that_makes_no_sense_is_not_awaited(change: dict[str, str], status: int, tmp_path: Path) -> None:
+    async def test() -> None:
+        body = {"lora_name": "v1", "lora_path": "/1", "head": "digest", "folder": str(tmp_path)} | change
+        assert (await Server().ask("POST", RESERVE_ROUTE, body))[0] == status
+        assert (await Server(key="secret").ask("POST", RESERVE_ROUTE, body))[0] == 401
 
     run(test())
 

@@ -94,6 +94,7 @@ class NextVersion:
         name, server_path, has_stacked_experts: of the `StoredAdapter`.
         head: of its note.
         folder: with the trainer's sockets, as the servers see it.
+        reservations: the trainer's end of them.
     """
 
     name: str
@@ -101,6 +102,7 @@ class NextVersion:
     head: str
     folder: str
     has_stacked_experts: bool
+    reservations: ReservationClient
 
 
 def new_run_id() -> str:
@@ -331,6 +333,8 @@ class AdapterStore:
 
     def write(self, version: int | str, adapter: CanonicalAdapter) -> StoredAdapter:
         """Write a version, or a probe with a word for a version, under a unique name; see `write_adapter`."""
+        if self.pinned is not None and self.pinned.shared is not None:
+            self.pinned.shared.reservations.begin(self._name(version))
         _check_utf8(self.server_root)
         self.open()
         stored = self._named(version, adapter)
@@ -465,6 +469,7 @@ class AdapterStore:
             head=stored.note.head,
             folder=self._server_path(_PINNED),
             has_stacked_experts=stored.has_stacked_experts,
+            reservations=stored.reservations,
         )
 
     def _name(self, version: int | str) -> str:

@@ -4,8 +4,9 @@ import asyncio
 import contextlib
 import json
 import re
+import secrets
 import time
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
@@ -16,9 +17,11 @@ from starlette.websockets import WebSocketClose
 
 from trl_lora_sync.engine_plugins import logger
 from trl_lora_sync.engine_plugins.refusals import Refused, check_name
-from trl_lora_sync.engine_plugins.routes import below, check_key, path_of, refusal, respond
+from trl_lora_sync.engine_plugins.reservations import PATIENCE_S, ReservationServers
+from trl_lora_sync.engine_plugins.routes import Coming, below, check_key, coming_in, path_of, refusal, respond
 from trl_lora_sync.engine_plugins.version_note import NOTE_FORM
 from trl_lora_sync.engine_plugins.vllm_fused import BASE, HEADER, PROTOCOL, ROUTE, WORKER
+from trl_lora_sync.engine_plugins.vllm_quick_load import RESERVE_ROUTE
 from trl_lora_sync.engine_plugins.weights_lock import WeightsLock
 
 T = TypeVar("T")
@@ -26,6 +29,8 @@ T = TypeVar("T")
 # A path of at most 4,096 bytes (PATH_MAX), and a number.
 _MAX_BODY_BYTES = 1 << 16
 _LOAD_TIMEOUT_S = 60.0
+# For the engine to pause without a request. So the trainer hears of it before it has waited for `PATIENCE_S`.
+_PAST_HTTP_TIMEOUT_S = PATIENCE_S / 2
 # For a request that wants another version than the one which requests before it are sampled from.
 _CHANGE_TIMEOUT_S = 600.0
 # Between two parts of the body of a request for tokens.
@@ -99,6 +104,7 @@ class FusedMiddleware:
             "/resume": self._weights,
             "/release_kv_cache_memory": self._weights,
         }
+        self._trainers = ReservationServers()
         logger.info("Adapters can be fused into the weights of this server, at %s.", ROUTE)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -110,6 +116,8 @@ class FusedMiddleware:
         try:
             if rest is not None:
                 await respond(self._answer(Request(scope, receive), rest), scope, receive, send)
+            elif scope["type"] == "http" and path == RESERVE_ROUTE:
+                await respond(self._await_version(scope, receive), scope, receive, send)
             elif scope["type"] == "websocket" or _may_sample(scope, path):
                 await self._pass_on(scope, receive, send)
             elif path in ("/sleep", "/wake_up"):
@@ -198,9 +206,9 @@ class FusedMiddleware:
         check_name(name)
         lock = self._locks.setdefault(name, asyncio.Lock())
         if request.method in ("PUT", "POST"):
-            body = await _content_of(request)
+            path, timeout_s = await _path_and_timeout_in(request)
             async with lock:
-                return await self._load(engine, name, body)
+                return await self._load(engine, name, path, timeout_s)
         if request.method == "DELETE":
             # An unload that overtook the load would find nothing, and the version would stay once it is loaded.
             async with lock:
@@ -230,13 +238,30 @@ class FusedMiddleware:
                 state["compared"] = _good(await _call(engine, "lora_sync_equals_base"))
         return state
 
-    async def _load(self, engine: Any, name: str, body: dict[str, Any]) -> dict[str, Any]:
-        path, timeout_s = body.get("path"), body.get("timeout_s", _LOAD_TIMEOUT_S)
-        if not isinstance(path, str) or not path.startswith("/"):
-            raise Refused(400, 'The body must be {"path": FOLDER} with an absolute path.')
-        # NaN, which `json` reads, fails both comparisons.
-        if not isinstance(timeout_s, int | float) or not 0 < timeout_s < 86400:
-            raise Refused(400, "timeout_s must be a number of seconds.")
+    async def _await_version(self, scope: Scope, receive: Receive) -> dict[str, str]:
+        """Load the version that a trainer writes next without a further request, see `reservations`."""
+        coming = await coming_in(scope, receive)
+        check_name(coming.name)
+        engine, number = _engine_of(scope), secrets.token_hex(16)
+        server = self._trainers.of(coming.folder)
+        load = _LoadPastHTTP(lambda load: self._load_past_http(engine, coming, load))
+        server.expect(number, (), load.end, load.begin)
+        return {"reservation": number, "socket": server.path.name}
+
+    async def _load_past_http(self, engine: Any, coming: Coming, load: "_LoadPastHTTP") -> None:
+        if self.lock.running:  # which may take long, and the trainer then has a request wait
+            raise Refused(409, "Other requests are being answered.")
+        async with self._locks.setdefault(coming.name, asyncio.Lock()):
+            await self._load(engine, coming.name, coming.path, _PAST_HTTP_TIMEOUT_S, load)
+
+    async def _load(
+        self, engine: Any, name: str, path: str, timeout_s: float, past_http: "_LoadPastHTTP | None" = None
+    ) -> dict[str, Any]:
+        """Put an adapter into the weights, and register it.
+
+        Args:
+            timeout_s: for requests and the engine to end what they do.
+        """
         started = time.perf_counter()
         async with self.lock.changing(timeout_s):
             waited_s = time.perf_counter() - started
@@ -249,7 +274,7 @@ class FusedMiddleware:
                 seconds = {}  # a request that is repeated because its answer was lost
             elif waited_s < timeout_s:
                 # The client waits for `timeout_s` in all.
-                seconds = await self._fuse(engine, name, path, timeout_s - waited_s)
+                seconds = await self._fuse(engine, name, path, timeout_s - waited_s, past_http)
             else:
                 raise Refused(
                     409,
@@ -285,15 +310,19 @@ class FusedMiddleware:
         finally:
             self._coming = None
 
-    async def _fuse(self, engine: Any, name: str, path: str | None, timeout_s: float) -> dict[str, float]:
+    async def _fuse(
+        self, engine: Any, name: str, path: str | None, timeout_s: float, past_http: "_LoadPastHTTP | None" = None
+    ) -> dict[str, float]:
         """Put an adapter, or the base for no path, into the weights of all workers, or leave them as they are.
 
         Raises:
             Refused: it was not done; the weights are what they were.
         """
-        return await _to_the_end(self._fuse_now(engine, name, path, timeout_s))
+        return await _to_the_end(self._fuse_now(engine, name, path, timeout_s, past_http))
 
-    async def _fuse_now(self, engine: Any, name: str, path: str | None, timeout_s: float) -> dict[str, float]:
+    async def _fuse_now(
+        self, engine: Any, name: str, path: str | None, timeout_s: float, past_http: "_LoadPastHTTP | None"
+    ) -> dict[str, float]:
         started = time.perf_counter()
         # Always after the gate and before the pause, in this order. Requests such as `/sleep` take one of these locks
         # alone, so they cannot block each other.
@@ -303,15 +332,27 @@ class FusedMiddleware:
                 raise Refused(409, "The server sleeps, and its weights cannot be changed. Wake it up first.")
             async with contextlib.AsyncExitStack() as pause:
                 calls: list[asyncio.Future[Any]] = []
+                reading: asyncio.Future[list[dict[str, Any]]] | None = None
+
+                def send(call: Coroutine[Any, Any, T]) -> "asyncio.Future[T]":
+                    # Not awaited here, as waiting for one answer after the other takes a millisecond more each time.
+                    calls.append(sent := asyncio.ensure_future(call))
+                    return sent
+
                 try:
                     # While the engine comes to its pause, as reading an adapter touches no weight. In the `try`, as
                     # workers that did prepare hold the adapter's memory until `lora_sync_undo`.
-                    calls.append(reading := asyncio.ensure_future(_call(engine, "lora_sync_prepare", name, path)))
+                    if past_http is None:
+                        reading = send(_call(engine, "lora_sync_prepare", name, path))
                     pausing = await pause.enter_async_context(_pausing(engine))
-                    # Sent now, as waiting for one answer after the other takes a millisecond more.
-                    calls.append(resetting := asyncio.ensure_future(_reset_in_pause(engine, pausing)))
-                    answers = _good(await reading)
-                    _check_placed(answers)
+                    resetting = send(_reset_in_pause(engine, pausing))
+                    if past_http is not None:
+                        await past_http.until_written()
+                    if reading is None:
+                        reading = send(_call(engine, "lora_sync_prepare", name, path))
+                    else:
+                        # An adapter that is refused does not wait for an engine that stays busy.
+                        _check_placed(_good(await reading))
                     prepared = time.perf_counter()
                     await _until_paused(pausing, left_s)
                     paused = time.perf_counter()
@@ -320,20 +361,29 @@ class FusedMiddleware:
                         raise Refused(409, "The prefix cache could not be reset, because requests still use it.")
                     reset = time.perf_counter()
                     # Not earlier, as vLLM clears it under what runs.
-                    calls.append(clearing := asyncio.ensure_future(_reset_encoder_cache(engine)))
-                    applied = _good(await _call(engine, "lora_sync_apply", name))
+                    clearing = send(_reset_encoder_cache(engine))
+                    # Also before all have answered that they can: each one carries out its calls in turn, and what some
+                    # have done is undone if others could not.
+                    applying = send(_call(engine, "lora_sync_apply", name))
+                    answers = _good(await reading)
+                    _check_placed(answers)
+                    applied = _good(await applying)
                     await clearing
                 # Also a cancelled task or an exit: the workers must not keep different versions. Inside the pause.
                 except BaseException as error:
-                    found = await asyncio.gather(*calls, return_exceptions=True)
+                    await asyncio.gather(*calls, return_exceptions=True)
                     # Workers that were never reached, as with a path that vLLM cannot encode, would undo the change
                     # before this one, which has succeeded.
-                    if not isinstance(found[0], BaseException):
+                    if reading is not None and not reading.cancelled() and reading.exception() is None:
                         await self._undo(engine, error)
                     raise
                 # Inside the pause: if resuming the engine fails, the record still matches the weights.
                 self.lock.note(name)
                 self.broken = None
+                if past_http is not None and path is not None:
+                    # Already here, as the trainer need not wait for the end of the pause. Its requests do.
+                    self.adapters[name] = path
+                    past_http.answer.set_result(json.dumps(self.adapters))
         done = time.perf_counter()
         # The slowest worker counts, as all of them do each step at the same time.
         seconds = {
@@ -376,6 +426,49 @@ class FusedMiddleware:
                 f"changing them back ({second}). Fuse an adapter, or restart the server."
             )
             logger.exception("%s", self.broken)
+
+
+class _LoadPastHTTP:
+    """The load of one version, for which its trainer sends messages.
+
+    Args:
+        load: carries it out.
+
+    Attributes:
+        answer: all adapters of the server, as JSON, once the weights hold this one; empty if the load has failed.
+    """
+
+    def __init__(self, load: Callable[["_LoadPastHTTP"], Coroutine[Any, Any, Any]]) -> None:
+        self._load = load
+        self._loading: asyncio.Future[Any] | None = None
+        self._is_written = asyncio.Event()
+        self.answer: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+    def begin(self) -> None:
+        """Do what can be done before it is written."""
+        if self._loading is None:
+            self._loading = asyncio.ensure_future(self._load(self))
+            self._loading.add_done_callback(self._ended)
+
+    async def until_written(self) -> None:
+        """Raises Refused if its trainer seems to be gone."""
+        try:
+            await asyncio.wait_for(self._is_written.wait(), PATIENCE_S)
+        except asyncio.TimeoutError as error:
+            raise Refused(409, f"It was not written within {PATIENCE_S} s.") from error
+
+    def end(self) -> Awaitable[str]:
+        """Go on with what needs its files."""
+        self._is_written.set()
+        self.begin()
+        return self.answer
+
+    def _ended(self, loading: "asyncio.Future[Any]") -> None:
+        error = None if loading.cancelled() else loading.exception()
+        if error is not None:
+            logger.info("A version is left to a request: %s", error)
+        if not self.answer.done():
+            self.answer.set_result("")
 
 
 # The engine
@@ -610,6 +703,18 @@ def _naming(send: Send, current: str) -> Send:
         await send(message)
 
     return send_with_name
+
+
+async def _path_and_timeout_in(request: Request) -> tuple[str, float]:
+    """What a request to load an adapter has in its body."""
+    body = await _content_of(request)
+    path, timeout_s = body.get("path"), body.get("timeout_s", _LOAD_TIMEOUT_S)
+    if not isinstance(path, str) or not path.startswith("/"):
+        raise Refused(400, 'The body must be {"path": FOLDER} with an absolute path.')
+    # NaN, which `json` reads, fails both comparisons.
+    if not isinstance(timeout_s, int | float) or not 0 < timeout_s < 86400:
+        raise Refused(400, "timeout_s must be a number of seconds.")
+    return path, timeout_s
 
 
 async def _content_of(request: Request) -> dict[str, Any]:

@@ -289,7 +289,8 @@ def plain_check(tensors: list[Tensor]) -> Callable[[], bool]:
 
 
 def _are_plain(rows: Tensor) -> Tensor:
-    largest = torch.maximum(rows.amax(1), -rows.amin(1))
+    low, high = torch.aminmax(rows, dim=1)
+    largest = torch.maximum(high, -low)
     # Comparisons with NaN are false.
     return ((largest > 0) & (largest < float("inf"))).all()
 

@@ -1,9 +1,10 @@
-"""How a trainer has a server on its host note a version that lies in reserved slots, past HTTP.
+"""How a trainer has a server on its host take a version past HTTP.
 
 A request to load an adapter passes through the server, its engine and its workers, which takes longer than to fill a
 slot. Here each worker sends the server the checksum of what lies in its slot, and the trainer that of the version.
-Where all are equal, the server notes the name of the version and answers. The sockets are in the folder of the trainer,
-which only its user can open.
+Where all are equal, the server notes the name of the version and answers. With fused serving, no worker sends anything:
+the engine is paused once the trainer begins to write a version, and its checksum is the sign to load it. The sockets
+are in the folder of the trainer, which only its user can open.
 """
 
 import asyncio
@@ -12,12 +13,14 @@ import json
 import os
 import secrets
 import socket
-from collections.abc import Callable, Collection
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from trl_lora_sync.engine_plugins import logger
 from trl_lora_sync.engine_plugins.forks import keep_from_children
+from trl_lora_sync.engine_plugins.refusals import Refused
 from trl_lora_sync.engine_plugins.sockets import Watch, short_path
 
 SOCKET = "reservations"
@@ -25,6 +28,7 @@ SOCKET = "reservations"
 _MOST_BYTES = 1 << 16
 # A slot is filled within milliseconds. A version that is not confirmed is loaded by a request.
 PATIENCE_S = 0.5
+_MOST_TRAINERS = 8
 
 
 class ReservationClient:
@@ -42,10 +46,22 @@ class ReservationClient:
         self._folder = folder
         self._servers: dict[str, Sender] = {}
         self._waiting: dict[str, asyncio.Future[str | None]] = {}  # by reservation
+        self._begins: dict[str, list[tuple[str, str]]] = {}
         self._socket = _bound(folder / SOCKET)
         # A forked child would take what is for its parent.
         keep_from_children(self._socket)
         self._stop = watch(self._socket, self._hear)
+
+    def send_at_begin(self, name: str, number: str, server: str) -> None:
+        """Have `begin` notify a server, by the name of its socket, of the version that a reservation is for."""
+        if name not in self._begins:  # what is there is of an earlier version
+            self._begins = {name: []}
+        self._begins[name].append((number, server))
+
+    def begin(self, name: str) -> None:
+        """Notify the servers that a version is being written; in any thread."""
+        for number, server in self._begins.pop(name, ()):
+            self._sender(server).send([number, "", ""])
 
     async def confirm(self, number: str, server: str, checksum: str) -> str | None:
         """Have a server note the version that a reservation is for, if its workers hold it.
@@ -62,11 +78,13 @@ class ReservationClient:
         # Not `asyncio.wait_for`, which takes several turns of the loop.
         timer = loop.call_later(PATIENCE_S, _settle, answer, None)
         try:
-            sender = self._servers.setdefault(server, Sender(self._folder / server))
-            return await answer if sender.send([number, "", checksum]) else None
+            return await answer if self._sender(server).send([number, "", checksum]) else None
         finally:
             timer.cancel()
             del self._waiting[number]
+
+    def _sender(self, server: str) -> "Sender":
+        return self._servers.setdefault(server, Sender(self._folder / server))
 
     def _hear(self) -> None:
         with contextlib.suppress(OSError, ValueError, TypeError):
@@ -92,12 +110,14 @@ class _Expected:
 
     Attributes:
         workers: whose checksums are needed.
-        note: called once they are as the trainer's; what it returns is the answer.
+        note: called once they are as the trainer's; what it returns is the answer, and an error is an empty one.
+        begin: called if the trainer has sent that it begins to write the version.
         found: checksums, by worker; the trainer's under the empty name.
     """
 
     workers: Collection[str]
-    note: Callable[[], str]
+    note: Callable[[], Awaitable[str]]
+    begin: Callable[[], object]
     found: dict[str, str] = field(default_factory=dict)
 
 
@@ -120,19 +140,29 @@ class ReservationServer:
         self.path = folder / f"server-{secrets.token_hex(4)}"
         self._trainer = Sender(folder / SOCKET)
         self._expected: dict[str, _Expected] = {}
+        self._answers: set[asyncio.Future[None]] = set()
         self._loop = asyncio.get_running_loop()
         self._socket = _bound(self.path)
         self._loop.add_reader(self._socket, self._hear)
 
-    def expect(self, number: str, workers: Collection[str], note: Callable[[], str]) -> None:
+    def expect(
+        self,
+        number: str,
+        workers: Collection[str],
+        note: Callable[[], Awaitable[str]],
+        begin: Callable[[], object] = lambda: None,
+    ) -> None:
         """Await the checksums for a reservation, see `_Expected`, and none any more for the one before."""
-        self._expected = {number: _Expected(workers, note)}
+        self._expected = {number: _Expected(workers, note, begin)}
 
     def _hear(self) -> None:
         with contextlib.suppress(OSError, ValueError, TypeError):
             while True:
                 number, sender, checksum = json.loads(self._socket.recv(_MOST_BYTES))
-                if (expected := self._expected.get(number)) is not None:
+                expected = self._expected.get(number)
+                if expected is not None and not sender and not checksum:
+                    expected.begin()
+                elif expected is not None:
                     expected.found[sender] = checksum
                     self._answer(number, expected)
                     if not sender:  # a trainer that waits no longer may have withdrawn the version
@@ -145,13 +175,49 @@ class ReservationServer:
         is_held = all(one == expected.found[""] for one in given)
         if is_held or any(one not in (None, expected.found[""]) for one in given):
             del self._expected[number]
-            self._trainer.send([number, expected.note() if is_held else ""])
+            answering = asyncio.ensure_future(self._send(number, expected.note if is_held else None))
+            self._answers.add(answering)  # the loop alone would let it go
+            answering.add_done_callback(self._answers.discard)
+
+    async def _send(self, number: str, note: Callable[[], Awaitable[str]] | None) -> None:
+        answer = ""
+        try:
+            answer = "" if note is None else await note()
+        except Exception as error:  # a request follows, whose answer has the reason
+            logger.info("A version is not taken past HTTP: %s", error)
+        self._trainer.send([number, answer])
 
     def close(self) -> None:
         self._loop.remove_reader(self._socket)
         self._socket.close()
         self._trainer.close()
         self.path.unlink(missing_ok=True)
+
+
+class ReservationServers:
+    """A server's ends, for the trainers that came last."""
+
+    def __init__(self) -> None:
+        self._servers: OrderedDict[Path, ReservationServer] = OrderedDict()
+
+    def of(self, folder: Path) -> ReservationServer:
+        """For the trainer with this folder.
+
+        Raises:
+            Refused: there is none.
+        """
+        server = self._servers.pop(folder, None)
+        if server is not None and not server.path.exists():  # as a trainer deletes its folder, and may make it again
+            server.close()
+            server = None
+        try:
+            self._servers[folder] = server or ReservationServer(folder)
+        except OSError as error:
+            raise Refused(409, f"No socket can be made for the trainer ({error}).") from error
+        # Most trainers are gone by then, and another one gets a new one with its next request.
+        while len(self._servers) > _MOST_TRAINERS:
+            self._servers.popitem(last=False)[1].close()
+        return self._servers[folder]
 
 
 class Sender:

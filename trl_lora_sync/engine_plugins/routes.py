@@ -9,10 +9,11 @@ import hmac
 import json
 import os
 from collections.abc import Awaitable
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from starlette.datastructures import Headers
-from starlette.requests import ClientDisconnect
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
@@ -26,6 +27,35 @@ class _Answer(JSONResponse):
     def render(self, content: Any) -> bytes:
         # In ASCII, unlike Starlette's: an error may quote a path with characters that UTF-8 cannot encode.
         return json.dumps(content).encode()
+
+
+class Coming(NamedTuple):
+    """A version that a trainer will write next; see `adapter.store.NextVersion`."""
+
+    name: str
+    path: str
+    head: str
+    folder: Path
+    has_stacked_experts: bool
+
+
+async def coming_in(scope: Scope, receive: Receive) -> Coming:
+    """What a request for a reservation is for, see `vllm_quick_load`.
+
+    Raises:
+        Refused: it is none, or its client does not have the server's key.
+    """
+    check_key(scope)
+    if scope.get("method") != "POST":
+        raise Refused(405, "POST is offered here.")
+    try:
+        body = await Request(scope, receive).json()
+        name, path, head, folder = (str(body[field]) for field in ("lora_name", "lora_path", "head", "folder"))
+    except (ValueError, KeyError, TypeError) as error:
+        raise Refused(400, f"A JSON object with lora_name, lora_path, head and folder is needed ({error}).") from error
+    if not path.startswith("/"):
+        raise Refused(400, "lora_path must be absolute.")
+    return Coming(name, path, head, Path(folder), bool(body.get("is_3d_lora_weight")))
 
 
 async def respond(answer: Awaitable[dict[str, Any]], scope: Scope, receive: Receive, send: Send) -> None:

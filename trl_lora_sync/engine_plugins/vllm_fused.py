@@ -12,6 +12,10 @@ weights, they are changed first. The same header of each answer names what it wa
 header is answered from whatever is in the weights. No request is under way while the weights change: requests over
 HTTP are counted here, the engine's own are waited for with its pause.
 
+A trainer on the server's host need not send these requests for its next version, as with `vllm_quick_load`, whose route
+`/v1/lora_sync/slots` is here too. The engine is paused when the trainer begins to write the version, and the version
+goes into the weights once it is written; `reservations` has the messages.
+
 The development mode of vLLM is not needed. Each request here is checked against the server's API keys.
 
 The names below are what trainer and server must agree on. The trainer's environment has no Starlette, so the middleware

@@ -21,12 +21,11 @@ server then notes the version's name without a call of the engine (`reservations
 import asyncio
 import json
 import secrets
-from collections import OrderedDict
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trl_lora_sync.engine_plugins import logger
+from trl_lora_sync.engine_plugins.reservations import ReservationServers
 from trl_lora_sync.engine_plugins.version_note import NOTE_FORM
 
 if TYPE_CHECKING:  # at run time, the trainer's side imports this without Starlette
@@ -58,7 +57,6 @@ WRITE_SLOTS = "TRL_LORA_SYNC_WRITE_SLOTS"
 _LOAD_ROUTE = "/v1/load_lora_adapter"
 # Servers and proxies take 8 KB for all headers of an answer.
 _MAX_HEADER_BYTES = 4096
-_MOST_TRAINERS = 8
 
 
 def writes_slots(environ: Mapping[str, str]) -> bool:
@@ -76,7 +74,7 @@ class QuickLoadMiddleware:
     def __init__(self, app: "ASGIApp") -> None:
         self.app = app
         self._headers: dict[str, str] = {}
-        self._reservations: OrderedDict[Path, Any] = OrderedDict()
+        self._trainers = ReservationServers()
 
     async def __call__(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
         if scope["type"] == "lifespan":
@@ -92,34 +90,20 @@ class QuickLoadMiddleware:
             await self.app(scope, receive, send)
 
     async def _reserve(self, scope: "Scope", receive: "Receive") -> dict[str, Any]:
-        from starlette.requests import Request
+        from trl_lora_sync.engine_plugins.routes import coming_in
 
-        from trl_lora_sync.engine_plugins.refusals import Refused
-        from trl_lora_sync.engine_plugins.routes import check_key
-
-        check_key(scope)
-        if scope.get("method") != "POST":
-            raise Refused(405, "POST is offered here.")
-        try:
-            body = await Request(scope, receive).json()
-            name, path, head, folder = (str(body[field]) for field in ("lora_name", "lora_path", "head", "folder"))
-        except (ValueError, KeyError, TypeError) as error:
-            raise Refused(
-                400, f"A JSON object with lora_name, lora_path, head and folder is needed ({error})."
-            ) from error
-        try:
-            server = self._reservations_of(Path(folder))
-        except OSError as error:
-            raise Refused(409, f"No socket can be made for the trainer ({error}).") from error
+        coming = await coming_in(scope, receive)
+        server = self._trainers.of(coming.folder)
         # Source: `OpenAIServingModels.load_lora_adapter` in vllm/entrypoints/openai/models/serving.py (0.26, 0.31).
         from vllm.lora.request import LoRARequest
 
         models: Any = scope["app"].state.openai_serving_models
-        options = {"is_3d_lora_weight": True} if body.get("is_3d_lora_weight") else {}
-        request: Any = LoRARequest(name, models.lora_id_counter.inc(1), path, **options)
+        options = {"is_3d_lora_weight": True} if coming.has_stacked_experts else {}
+        name, lora_id = coming.name, models.lora_id_counter.inc(1)
+        request: Any = LoRARequest(name, lora_id, coming.path, **options)
         reservation, form = secrets.token_hex(16), str(getattr(request, "is_3d_lora_weight", None))
 
-        def note() -> str:
+        async def note() -> str:
             """Do what vLLM does once its engine has loaded an adapter."""
             # A name that is taken keeps its path, which the trainer sees.
             models.lora_requests.setdefault(name, request)
@@ -127,26 +111,12 @@ class QuickLoadMiddleware:
             asyncio.get_running_loop().call_soon(logger.info, "Noted %s, which is in its slot.", name)
             return _adapters_of(scope).get(ADAPTERS_HEADER, NO_LIST)
 
-        arguments = (name, request.lora_int_id, head, form, len(models.lora_requests), str(server.path), reservation)
+        arguments = (name, lora_id, coming.head, form, len(models.lora_requests), str(server.path), reservation)
         workers = await scope["app"].state.engine_client.collective_rpc("lora_sync_reserve", args=arguments)
         if not all(workers):
             return {"reservation": ""}
         server.expect(reservation, workers, note)
         return {"reservation": reservation, "socket": server.path.name}
-
-    def _reservations_of(self, folder: Path) -> Any:
-        """For the trainer with this folder."""
-        from trl_lora_sync.engine_plugins.reservations import ReservationServer
-
-        server = self._reservations.pop(folder, None)
-        if server is not None and not server.path.exists():  # as a trainer deletes its folder, and may make it again
-            server.close()
-            server = None
-        self._reservations[folder] = server or ReservationServer(folder)
-        # Most trainers are gone by then, and another one gets a new one with its next request.
-        while len(self._reservations) > _MOST_TRAINERS:
-            self._reservations.popitem(last=False)[1].close()
-        return self._reservations[folder]
 
 
 def _is_load(scope: "Scope") -> bool:

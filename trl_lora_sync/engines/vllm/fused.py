@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 
-from trl_lora_sync.adapter.store import StoredAdapter
+from trl_lora_sync.adapter.store import NextVersion, StoredAdapter
 from trl_lora_sync.engine_plugins.safetensors_file import DTYPES
 from trl_lora_sync.engine_plugins.version_note import NOTE_FORM
 from trl_lora_sync.engine_plugins.vllm_fused import BASE, HEADER, PROTOCOL, ROUTE
@@ -74,6 +74,13 @@ class VLLMFusedEngine(VLLMEngine):
 
     async def loaded(self, deadline: Deadline) -> dict[str, str]:
         return _adapters_in(await self._get(ROUTE, deadline))
+
+    async def reserve(self, coming: NextVersion, deadline: Deadline) -> bool:
+        """See `Engine`. The server pauses its engine once the version is being written."""
+        is_reserved = await super().reserve(coming, deadline)
+        if self._reservation is not None:
+            coming.reservations.send_at_begin(coming.name, self._reservation.number, self._reservation.socket)
+        return is_reserved
 
     async def _load_once(self, adapter: StoredAdapter, deadline: Deadline) -> dict[str, str]:
         wait_s = min(deadline.remaining_s() * _SHARE_FOR_WAITING, _LONGEST_WAIT_S)
