@@ -18,7 +18,7 @@ from starlette.websockets import WebSocketClose
 from trl_lora_sync.engine_plugins import logger
 from trl_lora_sync.engine_plugins.refusals import Refused, check_name
 from trl_lora_sync.engine_plugins.reservations import PATIENCE_S, ReservationServers
-from trl_lora_sync.engine_plugins.routes import Coming, below, check_key, coming_in, path_of, refusal, respond
+from trl_lora_sync.engine_plugins.routes import Coming, below, check_key, coming_in, json_in, path_of, refusal, respond
 from trl_lora_sync.engine_plugins.version_note import NOTE_FORM
 from trl_lora_sync.engine_plugins.vllm_fused import BASE, HEADER, PROTOCOL, ROUTE, WORKER
 from trl_lora_sync.engine_plugins.vllm_quick_load import RESERVE_ROUTE
@@ -26,8 +26,6 @@ from trl_lora_sync.engine_plugins.weights_lock import WeightsLock
 
 T = TypeVar("T")
 
-# A path of at most 4,096 bytes (PATH_MAX), and a number.
-_MAX_BODY_BYTES = 1 << 16
 _LOAD_TIMEOUT_S = 60.0
 # For the engine to pause without a request. So the trainer hears of it before it has waited for `PATIENCE_S`.
 _PAST_HTTP_TIMEOUT_S = PATIENCE_S / 2
@@ -707,7 +705,7 @@ def _naming(send: Send, current: str) -> Send:
 
 async def _path_and_timeout_in(request: Request) -> tuple[str, float]:
     """What a request to load an adapter has in its body."""
-    body = await _content_of(request)
+    body = await json_in(request)
     path, timeout_s = body.get("path"), body.get("timeout_s", _LOAD_TIMEOUT_S)
     if not isinstance(path, str) or not path.startswith("/"):
         raise Refused(400, 'The body must be {"path": FOLDER} with an absolute path.')
@@ -715,19 +713,3 @@ async def _path_and_timeout_in(request: Request) -> tuple[str, float]:
     if not isinstance(timeout_s, int | float) or not 0 < timeout_s < 86400:
         raise Refused(400, "timeout_s must be a number of seconds.")
     return path, timeout_s
-
-
-async def _content_of(request: Request) -> dict[str, Any]:
-    body = bytearray()
-    # Counted as it arrives, since a client may announce any length or none.
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > _MAX_BODY_BYTES:
-            raise Refused(413, "The body is too large.")
-    try:
-        content = json.loads(body)
-    except (ValueError, RecursionError) as error:
-        raise Refused(400, "The body is not JSON.") from error
-    if not isinstance(content, dict):
-        raise Refused(400, "The body is not a JSON object.")
-    return content

@@ -21,12 +21,31 @@ from trl_lora_sync.engine_plugins import logger
 from trl_lora_sync.engine_plugins.refusals import Refused
 
 _KEY_VARIABLE = "VLLM_API_KEY"
+# Paths of at most 4,096 bytes (PATH_MAX), names, and numbers.
+_MAX_BODY_BYTES = 1 << 16
 
 
 class _Answer(JSONResponse):
     def render(self, content: Any) -> bytes:
         # In ASCII, unlike Starlette's: an error may quote a path with characters that UTF-8 cannot encode.
         return json.dumps(content).encode()
+
+
+async def json_in(request: Request) -> dict[str, Any]:
+    """The JSON object in the body of a request; Refused if there is none."""
+    body = bytearray()
+    # Counted as it arrives, since a client may announce any length or none.
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > _MAX_BODY_BYTES:
+            raise Refused(413, "The body is too large.")
+    try:
+        content = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise Refused(400, "The body is not JSON.") from error
+    if not isinstance(content, dict):
+        raise Refused(400, "The body is not a JSON object.")
+    return content
 
 
 class Coming(NamedTuple):
@@ -48,10 +67,10 @@ async def coming_in(scope: Scope, receive: Receive) -> Coming:
     check_key(scope)
     if scope.get("method") != "POST":
         raise Refused(405, "POST is offered here.")
+    body = await json_in(Request(scope, receive))
     try:
-        body = await Request(scope, receive).json()
         name, path, head, folder = (str(body[field]) for field in ("lora_name", "lora_path", "head", "folder"))
-    except (ValueError, KeyError, TypeError) as error:
+    except KeyError as error:
         raise Refused(400, f"A JSON object with lora_name, lora_path, head and folder is needed ({error}).") from error
     if not path.startswith("/"):
         raise Refused(400, "lora_path must be absolute.")
