@@ -4,6 +4,7 @@ What every server must do is in `contract/test_engine_contract.py`, which runs a
 """
 
 import json
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -29,8 +30,10 @@ from vllm_server import VLLMServer
 
 from trl_lora_sync.adapter.canonical import LoRAModule
 from trl_lora_sync.adapter.flat import FlatBuffer
+from trl_lora_sync.adapter.pinned_files import PinnedFilePool
 from trl_lora_sync.adapter.store import AdapterStore, StoredAdapter
 from trl_lora_sync.engine_plugins.reservations import ReservationClient
+from trl_lora_sync.engine_plugins.shared_files import SharedFiles
 from trl_lora_sync.engine_plugins.vllm_fused import BASE, HEADER, MIDDLEWARE, ROUTE, WORKER
 from trl_lora_sync.engines.base import PromptGroup
 from trl_lora_sync.engines.connect import connect_engine
@@ -353,9 +356,9 @@ def test_a_run_trains_the_policy_it_samples_from_and_leaves_the_base(
     assert not (tmp_path / "sync").exists()
 
 
-def test_versions_of_a_run_are_loaded_past_http(
-    fused: Fused, base_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def answers(monkeypatch: pytest.MonkeyPatch) -> list[str | None]:
+    """What servers answer to versions past HTTP."""
     answers: list[str | None] = []
     confirm = ReservationClient.confirm
 
@@ -364,6 +367,12 @@ def test_versions_of_a_run_are_loaded_past_http(
         return answers[-1]
 
     monkeypatch.setattr(ReservationClient, "confirm", noted)
+    return answers
+
+
+def test_versions_of_a_run_are_loaded_past_http(
+    fused: Fused, base_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answers: list[str | None]
+) -> None:
     use_pinned_files(monkeypatch)
     before = fused.score(fused.base)
     with shared_folder() as folder:
@@ -425,7 +434,9 @@ def test_a_server_that_was_restarted_is_given_the_active_version_again(
     wait_for_unloads(trainer)
 
 
-def test_every_worker_gets_its_shard(base_model: Path, reference: PeftReference, tmp_path: Path) -> None:
+def test_every_worker_gets_its_shard(
+    base_model: Path, reference: PeftReference, tmp_path: Path, answers: list[str | None]
+) -> None:
     """Tensor parallel: heads split in two for q, k and v, rows for gate and up, columns for o and down."""
     server = VLLMServer(
         base_model,
@@ -440,8 +451,8 @@ def test_every_worker_gets_its_shard(base_model: Path, reference: PeftReference,
         extra_env={"PYTHONPATH": str(ROOT), "VLLM_ENABLE_V1_MULTIPROCESSING": "1"},
         log_path=tmp_path / "log",
     )
-    store = AdapterStore(tmp_path / "store")
-    with server:
+    with server, shared_folder() as folder:
+        store = AdapterStore(folder, pinned=PinnedFilePool())
         engine = Blocking(VLLMFusedEngine(server.base_url, is_local=True))
         engine.connect(soon(60))
         fused = Fused(server, engine, reference, store)
@@ -459,5 +470,32 @@ def test_every_worker_gets_its_shard(base_model: Path, reference: PeftReference,
         assert [worker["active"] for worker in workers] == [names[2]] * 2
         assert len({json.dumps(worker["modules"]) for worker in workers}) == 1
         assert fused.score(fused.base) == before
+
+        def announce(after: StoredAdapter) -> None:
+            coming = store.after(after, fused.versions + 1)
+            assert coming is not None
+            assert engine.reserve(coming, soon(60))
+
+        first = fused.write(1)
+        engine.load(first, soon(60))
+        announce(first)
+        second = fused.write(2)
+        engine.load(second, soon(60))
+        assert json.loads(answers[-1] or "").keys() >= {first.name, second.name}
+        right = fused.score(second.name)
+        assert fused.gap(right, 2) < reference.tolerance
+        announce(second)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(SharedFiles, "note_filled", lambda *_: None)  # no worker fetches it before it is damaged
+            third = fused.write(3)
+        assert third.path
+        with (third.path / "adapter_model.safetensors").open("r+b") as file:
+            file.seek(-10, os.SEEK_END)
+            file.write(b"\x01")
+        with pytest.raises(AdapterNotVisibleError, match="checksum"):
+            engine.load(third, soon(60))
+        assert answers[-1] == ""
+        assert fused.score(second.name) == right
+        assert fused.score(fused.base) == before
         engine.close()
-    store.close()
+        store.close()
