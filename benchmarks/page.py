@@ -59,6 +59,10 @@ SYNC_RUNS = {
     "vs-weights-32b-again-2xh200": "another host; one server at a time, so the arms followed one another",
     "vs-weights-8b-reserved-2xh200": "`runtime`: slots are reserved and filled past the engine; `--enforce-eager`",
     "vs-weights-32b-reserved-2xh200": "the same host; one server at a time, so the arms followed one another",
+    "vs-weights-8b-past-http-2xh200": (
+        "`fused`: loads by messages, and the engine pauses while a version is written; checksums in one pass"
+    ),
+    "vs-weights-32b-past-http-2xh200": "the same host; one server at a time, so the arms followed one another",
 }
 # Runs with two workers a server, and where these are.
 TENSOR_PARALLEL_RUNS = {
@@ -182,15 +186,18 @@ def parts_of_syncs() -> str:
             where, about = (date, gpu, shape.upper()), SYNC_RUNS[name]
             for rank, found in measured["ranks"].items():
                 arms = found.get("sync", {})
-                stock_s = arms["weights"]["median"]["sync_s"] if "weights" in arms else None
+                stock = arms.get("weights", {}).get("median", {})
                 for arm, one in arms.items():
                     parts = [_ms(one["split"][f"{part}_s"]) for part in ("gather", "write", "load")]
-                    sync_s = one["median"]["sync_s"]
-                    ratio = f"{sync_s / stock_s:.2f}" if stock_s else ""
-                    rows.append((*where, rank, f"`{arm}`", *parts, _ms(sync_s), ratio, about))
+                    seconds: list[str] = []
+                    for end in ("returned_s", "sync_s"):
+                        both = [median.get(end) for median in (one["median"], stock)]
+                        ratio = f"{both[0] / both[1]:.3f}" if all(both) else ""
+                        seconds += [_ms(both[0]) if both[0] else "", ratio]
+                    rows.append((*where, rank, f"`{arm}`", *parts, *seconds, about))
                     where, about = ("", "", ""), ""
-    return markdown(("day", "GPU", "shape", "rank", "arm", "gather ms", "write ms", "load ms", "sync ms",
-                     "/ `weights`", "what differs"), rows)  # fmt: skip
+    return markdown(("day", "GPU", "shape", "rank", "arm", "gather ms", "write ms", "load ms", "returns ms",
+                     "/ `weights`", "sync ms", "/ `weights`", "what differs"), rows)  # fmt: skip
 
 
 def steps_with_syncs() -> str:

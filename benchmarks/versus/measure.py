@@ -116,14 +116,17 @@ def _one_sync(arm: Arm, bench: Workbench) -> tuple[dict[str, float], Phases | No
         start = time.perf_counter()
         split = arm.sync()
         returned = time.perf_counter()
-        # Ours copies the version to its file beside what follows, and a stock sync may leave work on the GPU too.
+        # A stock sync leaves the unmerging in the stream in which training goes on.
+        bench.settle_compute()
+        ready = time.perf_counter()
+        # Ours copies the version to its file in another stream.
         bench.settle()
         synced = time.perf_counter()
     asked = time.perf_counter()
     arm.sample([prompt], plain_sampling(max_tokens=1, logprobs=None))
     first_token_s = time.perf_counter() - asked
-    seconds = {"sync_s": synced - start, "returned_s": returned - start, "first_token_s": first_token_s}
-    return {**seconds, **memory}, split
+    ends = {"returned_s": returned, "ready_s": ready, "sync_s": synced}
+    return {**{name: end - start for name, end in ends.items()}, "first_token_s": first_token_s, **memory}, split
 
 
 def _one_split(arm: Arm, bench: Workbench) -> Phases:

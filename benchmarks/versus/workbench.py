@@ -100,6 +100,11 @@ class Workbench:
                 parameter.zero_() if std == 0 else parameter.normal_(0.0, std, generator=self._generator)
         self.settle()
 
+    def settle_compute(self) -> None:
+        """Wait until the GPU has done what training would wait for."""
+        if self.is_on_gpu:
+            torch.cuda.current_stream().synchronize()
+
     def settle(self) -> None:
         """Wait until the GPU has done what it was given."""
         if self.is_on_gpu:

@@ -94,7 +94,7 @@ def begin(trainer: Any) -> None:
 
 @pytest.mark.slow
 def test_reward_rises_on_two_servers(make: Make, proxies: Proxies) -> None:
-    trainer = make(max_steps=25, learning_rate=0.02, token_budget=0, per_device_train_batch_size=32, num_generations=8)
+    trainer = make(max_steps=50, learning_rate=0.02, token_budget=0, per_device_train_batch_size=32, num_generations=8)
     before = base_weights(trainer.model)
     trainer.add_callback(EndsOnce(reward_rose_by(0.1)))
 
