@@ -19,6 +19,9 @@ class Refused(Exception):  # noqa: N818 - the client's error, not the server's
         self.status = status
         self.message = message
 
+    def __str__(self) -> str:
+        return self.message
+
 
 def check_name(name: str) -> None:
     """Raises Refused for a name that could be more than the name of one folder."""
