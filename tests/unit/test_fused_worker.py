@@ -152,11 +152,10 @@ class JoinedModel(torch.nn.Module):
             self.qk.weight.data[start : start + OUT].copy_(weight)
 
 
-def test_copy_of_the_base_is_reported_where_it_is_after_an_adapter_that_needs_no_further_copy(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The state had "host", although the copy was on the GPU."""
-    layers, copies_of = "vllm.model_executor.layers", worker.copies_of
+@pytest.fixture
+def joined(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """A worker with that model; adapters for q and for k are in `tmp_path`."""
+    layers = "vllm.model_executor.layers"
     monkeypatch.setitem(
         sys.modules, f"{layers}.linear", SimpleNamespace(LinearBase=Joined, UnquantizedLinearMethod=object)
     )
@@ -165,18 +164,50 @@ def test_copy_of_the_base_is_reported_where_it_is_after_an_adapter_that_needs_no
         f"{layers}.vocab_parallel_embedding",
         SimpleNamespace(UnquantizedEmbeddingMethod=object, VocabParallelEmbedding=torch.nn.Embedding),
     )
-
-    def copies_on_gpu(weights: Iterable[torch.Tensor], place: str) -> tuple[list[torch.Tensor], str]:
-        copies, kept_in = copies_of(weights, place)
-        return copies, "gpu" if copies else kept_in
-
-    monkeypatch.setattr(worker, "copies_of", copies_on_gpu)
     extended = type("Worker", (worker.FusedWorker,), {})()
     extended.vllm_config, model = config(), JoinedModel()
     extended.vllm_config.model_config.dtype = torch.float32
     extended.get_model = lambda: model
     for name in "qk":
         write_adapter(tmp_path / name, canonical([lora_module(name)]))
-        assert extended.lora_sync_prepare(name, str(tmp_path / name))["ok"]
-        assert extended.lora_sync_state()["base_copy"] == "gpu"
-        assert extended.lora_sync_state()["dtype"] == "F32"
+    return extended
+
+
+def test_copy_of_the_base_is_reported_where_it_is_after_an_adapter_that_needs_no_further_copy(
+    joined: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The state had "host", although the copy was on the GPU."""
+    copies_of = worker.copies_of
+
+    def copies_on_gpu(weights: Iterable[torch.Tensor], place: str) -> tuple[list[torch.Tensor], str]:
+        copies, kept_in = copies_of(weights, place)
+        return copies, "gpu" if copies else kept_in
+
+    monkeypatch.setattr(worker, "copies_of", copies_on_gpu)
+    for name in "qk":
+        assert joined.lora_sync_prepare(name, str(tmp_path / name))["ok"]
+        assert joined.lora_sync_state()["base_copy"] == "gpu"
+        assert joined.lora_sync_state()["dtype"] == "F32"
+
+
+@pytest.mark.parametrize("is_applied", [False, True])
+def test_modules_of_a_change_that_was_undone_are_looked_at_again(joined: Any, tmp_path: Path, is_applied: bool) -> None:
+    """Whether they have a place on any worker is known only once all have answered."""
+
+    def prepare(name: str) -> set[str]:
+        answer = joined.lora_sync_prepare(name, str(tmp_path / name))
+        assert answer["ok"]
+        return set(answer["placed"])
+
+    before = joined.get_model().qk.weight.clone()
+    assert prepare("q") == {"q"}
+    if is_applied:
+        assert joined.lora_sync_apply("q")["ok"]
+        assert not torch.equal(joined.get_model().qk.weight, before)
+    assert joined.lora_sync_undo()["ok"]
+    assert torch.equal(joined.get_model().qk.weight, before)
+    assert prepare("q") == {"q"}
+    assert joined.lora_sync_apply("q")["ok"]
+    assert prepare("k") == {"k"}
+    assert joined.lora_sync_apply("k")["ok"]
+    assert prepare("q") == set()

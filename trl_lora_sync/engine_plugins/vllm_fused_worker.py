@@ -134,6 +134,8 @@ class FusedModel:
         self._fitting: object = None
         # Placed, and not yet seen to be complete over all workers.
         self._unproved: set[str] = set()
+        # The same, of the change that `undo` would end.
+        self._just_placed: set[str] = set()
         self._launches = KnownLaunches()
         self._active: FusedAdapter | None = None
         # With its name, as the base is None here too.
@@ -158,6 +160,7 @@ class FusedModel:
         # The change before this one is over. An adapter that nothing refers to leaves its memory to the next one.
         self._prepared = self._before = None
         self._is_changing = False
+        self._just_placed = set()
         if path is None:
             self._prepared = (name, None)
             return {"place_s": 0.0, "read_s": 0.0, "placed": {}}
@@ -196,22 +199,26 @@ class FusedModel:
         # Noted before the first write, so that `undo` works however far this comes.
         self._before, self._is_changing = self._active, True
         self._active, self._prepared = self._prepared[1], None
-        self._unproved.clear()  # the middleware has looked at what all workers have of them
+        # Proved unless `undo` follows, as the middleware looks at what all workers have of them.
+        self._just_placed, self._unproved = self._unproved, set()
         self._write()
         return {"fuse_s": time.perf_counter() - started}
 
     def undo(self) -> Answer:
         self._prepared = None
-        # Modules that fit no model as a whole: the next adapter that has them is looked at again.
-        for module in self._unproved:
-            del self.pieces[module], self._shapes[module]
-        self._unproved.clear()
+        self._unproved |= self._just_placed
+        self._just_placed = set()
         self._fitting = None
         # A worker that was only prepared, because another one failed, has nothing to write.
         if self._is_changing:
             self._active = self._before
             self._write()
         self._before, self._is_changing = None, False
+        # They may fit no model as a whole, so the next adapter that has them is looked at again. After the write, by
+        # which their base comes back.
+        for module in self._unproved:
+            del self.pieces[module], self._shapes[module]
+        self._unproved.clear()
         return {}
 
     def equals_base(self) -> Answer:
