@@ -4,7 +4,6 @@ What every server must do is in `contract/test_engine_contract.py`, which runs a
 """
 
 import json
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -23,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from support.adapters import make_foreign
 from support.models import lora, randomize_adapter
 from support.policies import is_policy_of, sample, token_ids
-from support.shared_memory import shared_folder, use_pinned_files
+from support.shared_memory import shared_folder, use_pinned_files, written_damaged
 from support.trainers import grpo_trainer, steps_of, wait_for_unloads
 from versus.scoring import prompt_logprobs
 from vllm_server import VLLMServer
@@ -33,7 +32,6 @@ from trl_lora_sync.adapter.flat import FlatBuffer
 from trl_lora_sync.adapter.pinned_files import PinnedFilePool
 from trl_lora_sync.adapter.store import AdapterStore, StoredAdapter
 from trl_lora_sync.engine_plugins.reservations import ReservationClient
-from trl_lora_sync.engine_plugins.shared_files import SharedFiles
 from trl_lora_sync.engine_plugins.vllm_fused import BASE, HEADER, MIDDLEWARE, ROUTE, WORKER
 from trl_lora_sync.engines.base import PromptGroup
 from trl_lora_sync.engines.connect import connect_engine
@@ -485,13 +483,7 @@ def test_every_worker_gets_its_shard(
         right = fused.score(second.name)
         assert fused.gap(right, 2) < reference.tolerance
         announce(second)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(SharedFiles, "note_filled", lambda *_: None)  # no worker fetches it before it is damaged
-            third = fused.write(3)
-        assert third.path
-        with (third.path / "adapter_model.safetensors").open("r+b") as file:
-            file.seek(-10, os.SEEK_END)
-            file.write(b"\x01")
+        third = written_damaged(lambda: fused.write(3))
         with pytest.raises(AdapterNotVisibleError, match="checksum"):
             engine.load(third, soon(60))
         assert answers[-1] == ""

@@ -5,7 +5,6 @@ Both from the second one of a kind on.
 
 import contextlib
 import json
-import os
 import shutil
 import signal
 import subprocess
@@ -29,7 +28,7 @@ from support.gpu_stand_in import StandInGPU, StandInProcess
 from support.policies import token_ids
 from support.processes import run_script
 from support.servers import damage
-from support.shared_memory import shared_folder, use_pinned_files
+from support.shared_memory import shared_folder, use_pinned_files, written_damaged
 from support.trainers import grpo_trainer, steps_of, wait_for_unloads
 from versus.scoring import prompt_logprobs
 from vllm_server import VLLMServer
@@ -39,7 +38,6 @@ from trl_lora_sync.adapter.canonical import CanonicalAdapter
 from trl_lora_sync.adapter.pinned_files import PinnedFilePool
 from trl_lora_sync.adapter.store import AdapterStore, StoredAdapter
 from trl_lora_sync.engine_plugins import vllm_quick_load
-from trl_lora_sync.engine_plugins.shared_files import SharedFiles
 from trl_lora_sync.engines.vllm.engine import VLLMEngine
 from trl_lora_sync.errors import AdapterNotVisibleError, AdapterRejectedError, ServerSetupError
 from trl_lora_sync.runtime import Blocking
@@ -72,17 +70,6 @@ class Quick:
         """As a trainer does."""
         self._versions += 1
         return self.store.write(self._versions, flat(self.reference.adapter(seed, rank=rank)))
-
-    def write_damaged(self, seed: int) -> StoredAdapter:
-        """With a byte that is not the trainer's, and not fetched before it is to be loaded."""
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(SharedFiles, "note_filled", lambda *_: None)
-            stored = self.write_flat(seed)
-        assert stored.path
-        with (stored.path / FILE).open("r+b") as file:
-            file.seek(-10, os.SEEK_END)
-            file.write(b"\x01")
-        return stored
 
     def send(self, stored: StoredAdapter) -> httpx.Response:
         """A load as any client makes it."""
@@ -348,7 +335,7 @@ def test_other_ranks_and_kinds_in_between_leave_nothing_behind(quick: Quick) -> 
 
 def test_a_version_that_changed_on_its_way_is_refused_and_the_others_stay(quick: Quick) -> None:
     versions = [(seed, quick.publish(seed).name) for seed in (1, 2)]
-    stored = quick.write_damaged(3)
+    stored = written_damaged(lambda: quick.write_flat(3))
     with pytest.raises(AdapterNotVisibleError, match=r"damaged.*its tensors have the checksum"):
         quick.engine.load(stored, soon(60))
     assert quick.engine.loaded(soon()).keys() == {name for _, name in versions}
@@ -465,7 +452,7 @@ def test_tensor_parallel_workers_write_their_parts_and_refuse_together(parallel:
     versions = [(seed, parallel.publish(seed).name) for seed in (1, 2, 3)]
     assert all(parallel.is_policy(name, seed) for seed, name in versions)  # the first one has lost its slot
     assert parallel.counts()["loaded by vLLM"] == before["loaded by vLLM"]
-    stored = parallel.write_damaged(4)
+    stored = written_damaged(lambda: parallel.write_flat(4))
     with pytest.raises(AdapterNotVisibleError, match="damaged"):
         parallel.engine.load(stored, soon(60))
     assert parallel.is_policy(versions[-1][1], 3)
@@ -506,7 +493,7 @@ def test_a_refused_load_leaves_no_answer_of_a_tensor_parallel_worker_behind(para
     loaded = [parallel.send(one) for one in stored]
     assert [one.status_code for one in loaded] == [500, 200, 200]
     assert "LoRA rank 32 is greater than max_lora_rank 16" in loaded[0].text
-    damaged = parallel.send(parallel.write_damaged(4))
+    damaged = parallel.send(written_damaged(lambda: parallel.write_flat(4)))
     assert (damaged.status_code, "damaged" in damaged.text) == (500, True)
     assert parallel.engine.capabilities.max_lora_rank == 16
     assert parallel.is_policy(parallel.publish(5).name, 5)

@@ -1,10 +1,11 @@
 """A folder in shared memory, and readers of what is written there."""
 
 import contextlib
+import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ import pytest
 
 from trl_lora_sync import sync
 from trl_lora_sync.adapter.pinned_files import is_in_memory
+from trl_lora_sync.adapter.store import StoredAdapter
+from trl_lora_sync.engine_plugins.shared_files import SharedFiles
 from trl_lora_sync.servers.transports import DiskTransport, transport_for
 
 _SHARED_MEMORY = Path("/dev/shm")
@@ -33,6 +36,18 @@ def shared_folder() -> Iterator[Path]:
         pytest.skip("there is no shared memory in /dev/shm here")
     with tempfile.TemporaryDirectory(dir=_SHARED_MEMORY, prefix="trl-lora-sync-test-") as folder:
         yield Path(folder)
+
+
+def written_damaged(write: Callable[[], StoredAdapter]) -> StoredAdapter:
+    """What `write` returns, with a byte that is not the trainer's, and not fetched before it is to be loaded."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SharedFiles, "note_filled", lambda *_: None)
+        stored = write()
+    assert stored.path
+    with (stored.path / "adapter_model.safetensors").open("r+b") as file:
+        file.seek(-10, os.SEEK_END)
+        file.write(b"\x01")
+    return stored
 
 
 def use_pinned_files(monkeypatch: pytest.MonkeyPatch) -> None:

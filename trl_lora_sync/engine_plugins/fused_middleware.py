@@ -7,6 +7,7 @@ import re
 import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from functools import partial
 from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
@@ -242,7 +243,7 @@ class FusedMiddleware:
         check_name(coming.name)
         engine, number = _engine_of(scope), secrets.token_hex(16)
         server = self._trainers.of(coming.folder)
-        load = _LoadPastHTTP(lambda load: self._load_past_http(engine, coming, load))
+        load = _LoadPastHTTP(partial(self._load_past_http, engine, coming))
         server.expect(number, (), load.end, load.begin)
         return {"reservation": number, "socket": server.path.name}
 
@@ -350,7 +351,7 @@ class FusedMiddleware:
                         reading = send(_call(engine, "lora_sync_prepare", name, path))
                     else:
                         # An adapter that is refused does not wait for an engine that stays busy.
-                        _check_placed(_good(await reading))
+                        answers = _accepted(await reading)
                     prepared = time.perf_counter()
                     await _until_paused(pausing, left_s)
                     paused = time.perf_counter()
@@ -363,8 +364,8 @@ class FusedMiddleware:
                     # Also before all have answered that they can: each one carries out its calls in turn, and what some
                     # have done is undone if others could not.
                     applying = send(_call(engine, "lora_sync_apply", name))
-                    answers = _good(await reading)
-                    _check_placed(answers)
+                    if past_http is not None:
+                        answers = _accepted(await reading)
                     applied = _good(await applying)
                     await clearing
                 # Also a cancelled task or an exit: the workers must not keep different versions. Inside the pause.
@@ -556,8 +557,13 @@ def _good(answers: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return answers
 
 
-def _check_placed(answers: list[dict[str, Any]]) -> None:
-    """Refuse an adapter if any element of it is on no worker, as with an adapter that is too wide."""
+def _accepted(answers: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The answers of all workers to `lora_sync_prepare`.
+
+    Raises:
+        Refused: one of them failed, or an element of the adapter is on none, as with an adapter that is too wide.
+    """
+    _good(answers)
     pieces: dict[str, set[tuple[int, ...]]] = {}
     shapes: dict[str, tuple[int, int]] = {}
     for answer in answers:
@@ -573,6 +579,7 @@ def _check_placed(answers: list[dict[str, Any]]) -> None:
                 f"The adapter's {module!r} has a weight of shape {rows, columns}, of which the served model has "
                 f"{sorted(found) or 'nothing'} (first and end of rows and columns). It belongs to another base model.",
             )
+    return answers
 
 
 @contextlib.asynccontextmanager

@@ -110,7 +110,7 @@ class _Expected:
 
     Attributes:
         workers: whose checksums are needed.
-        note: called once they are as the trainer's; what it returns is the answer, and an error is an empty one.
+        note: called once they are as the trainer's; what it returns is the answer. It raises nothing.
         begin: called if the trainer has sent that it begins to write the version.
         found: checksums, by worker; the trainer's under the empty name.
     """
@@ -175,17 +175,15 @@ class ReservationServer:
         is_held = all(one == expected.found[""] for one in given)
         if is_held or any(one not in (None, expected.found[""]) for one in given):
             del self._expected[number]
-            answering = asyncio.ensure_future(self._send(number, expected.note if is_held else None))
+            if not is_held:
+                self._trainer.send([number, ""])
+                return
+            answering = asyncio.ensure_future(self._note(number, expected.note))
             self._answers.add(answering)  # the loop alone would let it go
             answering.add_done_callback(self._answers.discard)
 
-    async def _send(self, number: str, note: Callable[[], Awaitable[str]] | None) -> None:
-        answer = ""
-        try:
-            answer = "" if note is None else await note()
-        except Exception as error:  # a request follows, whose answer has the reason
-            logger.info("A version is not taken past HTTP: %s", error)
-        self._trainer.send([number, answer])
+    async def _note(self, number: str, note: Callable[[], Awaitable[str]]) -> None:
+        self._trainer.send([number, await note()])
 
     def close(self) -> None:
         self._loop.remove_reader(self._socket)
