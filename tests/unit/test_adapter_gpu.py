@@ -82,6 +82,25 @@ def test_version_from_a_gpu_is_byte_for_byte_that_of_the_library(
         store.close()
 
 
+@pytest.mark.outside  # Triton runs a compiler
+@pytest.mark.parametrize("trained_in", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_one_launch_rounds_every_number_as_torch_does(dtype: torch.dtype, trained_in: torch.dtype) -> None:
+    from trl_lora_sync.adapter.flat_kernel import Copy, Launch
+
+    every = torch.arange(-(1 << 31), 1 << 31, 4099).to(torch.int32).view(torch.float32)
+    numbers = every[every.isfinite()]
+    sources = [numbers[: len(numbers) // 8 * 8].to(GPU, trained_in), torch.ones(8, device=GPU, dtype=trained_in)]
+    copies = [Copy(torch.empty_like(one, dtype=dtype), one, 0.3) for one in sources]
+    launch = Launch(copies)
+    assert launch.suits()
+    is_finite = bool(launch.run())
+    expected = [torch._foreach_mul([one.float()], [0.3])[0].to(dtype) for one in sources]
+    for copy, right in zip(copies, expected, strict=True):
+        assert torch.equal(copy.target.view(torch.uint8), right.view(torch.uint8))
+    assert is_finite is bool(torch.stack([one.isfinite().all() for one in expected]).all())
+
+
 def test_trainer_on_a_gpu_reads_into_the_buffer(folder: Path) -> None:
     model = lora_model().to(GPU)
     randomize_adapters(model.cpu())

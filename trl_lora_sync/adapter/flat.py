@@ -6,7 +6,8 @@ and SGLang size their buffers by one rank for all modules. A file of the result 
 the business of `adapter.store` and `adapter.pinned_files`.
 """
 
-from collections.abc import Iterator, Sequence
+import logging
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -27,6 +28,8 @@ from trl_lora_sync.adapter.canonical import (
     tensor_keys,
 )
 from trl_lora_sync.engine_plugins.repeated import Repeated
+
+logger = logging.getLogger(__name__)
 
 # Bounds the float32 copies of lora_B that exist at a time, to 32 MB.
 SCRATCH_ELEMENTS = 1 << 23
@@ -117,7 +120,7 @@ class FlatBuffer:
         if isinstance(modules, tuple) and extras is NO_EXTRAS:
             # The scalings are recorded as numbers. Modules with other scalings are another tuple, and recorded again.
             read = [*(one.lora_A for one in modules), *(one.lora_B for one in modules)]
-            filling = Repeated(read, partial(_fill, plan, _copies(plan.places, modules)))
+            filling = Repeated(read, _filling(plan, modules))
             self.plan = replace(plan, modules=modules, filling=filling)
         return self.plan
 
@@ -132,6 +135,25 @@ def _fill(plan: _Plan, copies: "Sequence[_Copies]", extras: ExtraTensors = NO_EX
         block.write_to(whole)
     # As the server will see them: what float32 holds may be infinite in float16.
     return all_finite(plan.adapter.flat)
+
+
+def _filling(plan: _Plan, modules: Sequence[LoRAModule]) -> Callable[[], Tensor]:
+    """What `_fill` does without extras; on a GPU in one launch, if Triton is there."""
+    in_full = partial(_fill, plan, _copies(plan.places, modules))
+    if not modules[0].lora_A.is_cuda:
+        return in_full
+    try:
+        from trl_lora_sync.adapter.flat_kernel import Copy, Launch
+
+        pairs = [pair for place, one in zip(plan.places, modules, strict=True)
+                 for pair in ((place[0], one.lora_A, 1.0), (place[1], one.lora_B, one.scaling))]  # fmt: skip
+        launch = Launch([Copy(*pair) for pair in pairs])
+        if launch.suits():
+            launch.run()
+    except Exception as error:  # such as a missing compiler
+        logger.info("An adapter is exported without Triton, which takes longer: %s: %s", type(error).__name__, error)
+        return in_full
+    return lambda: launch.run() if launch.suits() else in_full()
 
 
 def _make_plan(
