@@ -3,6 +3,8 @@
 import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ from torch import Tensor
 
 from trl_lora_sync.adapter.canonical import LoRAModule
 from trl_lora_sync.adapter.export import AdapterReader, collect_modules, read_adapter
-from trl_lora_sync.adapter.fingerprint import fingerprint
+from trl_lora_sync.adapter.fingerprint import chunks_of, fingerprint
 from trl_lora_sync.adapter.flat import FlatBuffer
 from trl_lora_sync.adapter.pinned_files import PinnedFile, PinnedFilePool
 from trl_lora_sync.adapter.store import AdapterStore, StoredAdapter
@@ -86,19 +88,36 @@ def test_version_from_a_gpu_is_byte_for_byte_that_of_the_library(
 @pytest.mark.parametrize("trained_in", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_one_launch_rounds_every_number_as_torch_does(dtype: torch.dtype, trained_in: torch.dtype) -> None:
-    from trl_lora_sync.adapter.flat_kernel import Copy, Launch
+    from trl_lora_sync.adapter.kernels import Copy, Export
 
     every = torch.arange(-(1 << 31), 1 << 31, 4099).to(torch.int32).view(torch.float32)
     numbers = every[every.isfinite()]
     sources = [numbers[: len(numbers) // 8 * 8].to(GPU, trained_in), torch.ones(8, device=GPU, dtype=trained_in)]
     copies = [Copy(torch.empty_like(one, dtype=dtype), one, 0.3) for one in sources]
-    launch = Launch(copies)
+    launch = Export(copies)
     assert launch.suits()
     is_finite = bool(launch.run())
     expected = [torch._foreach_mul([one.float()], [0.3])[0].to(dtype) for one in sources]
     for copy, right in zip(copies, expected, strict=True):
         assert torch.equal(copy.target.view(torch.uint8), right.view(torch.uint8))
     assert is_finite is bool(torch.stack([one.isfinite().all() for one in expected]).all())
+
+
+@pytest.mark.outside
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_fingerprint_in_one_launch_is_that_of_torch(dtype: torch.dtype) -> None:
+    from trl_lora_sync.adapter.kernels import Fingerprint
+
+    # Of several chunks, in some of which a tensor begins within a row, and the last row is not full.
+    sizes = [8, 4096, 4104, 0, 20_000, 9_000_008, 16, 8_500_000, 1000]
+    tensors = [torch.randn(size, device=GPU).to(dtype) for size in sizes]
+    launch = Fingerprint([*chunks_of(tensors)])
+    assert launch.suits()
+    assert tuple(launch.run().tolist()) == fingerprint(tensors)
+    for one in tensors:
+        one.data = one.clone().neg_()
+    assert tuple(launch.run().tolist()) == fingerprint(tensors)
+    assert not Fingerprint([[torch.ones(9, device=GPU)[1:]]]).suits()
 
 
 def test_trainer_on_a_gpu_reads_into_the_buffer(folder: Path) -> None:
@@ -179,8 +198,8 @@ def test_export_takes_the_memory_of_one_adapter_and_bounded_scratch() -> None:
 class Trained:
     """A model whose adapter is read again and again, as a run does."""
 
-    def __init__(self) -> None:
-        self.model = lora_model(target_modules="all-linear", rank_pattern={"v_proj": 5}).to(GPU)
+    def __init__(self, **lora: Any) -> None:
+        self.model = lora_model(target_modules="all-linear", **lora or {"rank_pattern": {"v_proj": 5}}).to(GPU)
         self.reader = AdapterReader()
 
     def train(self) -> None:
@@ -218,6 +237,23 @@ def test_repeated_reads_follow_the_training(launches: list[object]) -> None:
     # Of the adapter from the second time on, and of its fingerprint from the third.
     assert len(launches) == 7
     assert len(set(map(id, launches))) == 2
+
+
+@pytest.mark.outside  # Triton runs a compiler
+def test_reads_and_fingerprints_of_a_trained_adapter_need_one_launch_each(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "_foreach_copy_", count := Mock(wraps=torch._foreach_copy_))
+    trained = Trained(r=8)
+    with caplog.at_level("INFO"):
+        trained.read()
+        compared = count.call_count
+        for _ in range(4):
+            trained.train()
+            trained.read()
+            trained.reader.fingerprints.of([linear.weight for linear in trained.reader.last_linears])
+    assert count.call_count == compared
+    assert "without Triton" not in caplog.text
 
 
 def test_repeated_reads_follow_matrices_that_move_and_scalings_that_change(launches: list[object]) -> None:

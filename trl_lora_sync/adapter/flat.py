@@ -6,7 +6,6 @@ and SGLang size their buffers by one rank for all modules. A file of the result 
 the business of `adapter.store` and `adapter.pinned_files`.
 """
 
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -27,9 +26,8 @@ from trl_lora_sync.adapter.canonical import (
     target_modules_of,
     tensor_keys,
 )
+from trl_lora_sync.adapter.launches import Launch, in_one_launch
 from trl_lora_sync.engine_plugins.repeated import Repeated
-
-logger = logging.getLogger(__name__)
 
 # Bounds the float32 copies of lora_B that exist at a time, to 32 MB.
 SCRATCH_ELEMENTS = 1 << 23
@@ -138,22 +136,19 @@ def _fill(plan: _Plan, copies: "Sequence[_Copies]", extras: ExtraTensors = NO_EX
 
 
 def _filling(plan: _Plan, modules: Sequence[LoRAModule]) -> Callable[[], Tensor]:
-    """What `_fill` does without extras; on a GPU in one launch, if Triton is there."""
-    in_full = partial(_fill, plan, _copies(plan.places, modules))
-    if not modules[0].lora_A.is_cuda:
-        return in_full
-    try:
-        from trl_lora_sync.adapter.flat_kernel import Copy, Launch
+    """Does what `_fill` does without extras."""
 
-        pairs = [pair for place, one in zip(plan.places, modules, strict=True)
-                 for pair in ((place[0], one.lora_A, 1.0), (place[1], one.lora_B, one.scaling))]  # fmt: skip
-        launch = Launch([Copy(*pair) for pair in pairs])
-        if launch.suits():
-            launch.run()
-    except Exception as error:  # such as a missing compiler
-        logger.info("An adapter is exported without Triton, which takes longer: %s: %s", type(error).__name__, error)
-        return in_full
-    return lambda: launch.run() if launch.suits() else in_full()
+    def make() -> Launch:
+        from trl_lora_sync.adapter.kernels import Copy, Export
+
+        of_modules = zip(plan.places, modules, strict=True)
+        return Export([
+            copy for (to_A, to_B), one in of_modules
+            for copy in (Copy(to_A, one.lora_A, 1.0), Copy(to_B, one.lora_B, one.scaling))
+        ])  # fmt: skip
+
+    fill = partial(_fill, plan, _copies(plan.places, modules))
+    return in_one_launch(fill, modules[0].lora_A.device, make, plan.adapter.flat)
 
 
 def _make_plan(

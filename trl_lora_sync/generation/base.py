@@ -125,6 +125,7 @@ class AdapterGeneration(VLLMGeneration):  # type: ignore[misc]
         )
         # Before FSDP shards the model, while each process still holds its whole initial adapter.
         check_same_start(self.accelerator, fingerprint(list(self._initial.values())))
+        self.reader.fingerprints.prepare(self.accelerator.device)
 
     def _print_start(self, summary: str) -> None:
         """Print on process 0 what was set up."""
