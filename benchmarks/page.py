@@ -63,6 +63,8 @@ SYNC_RUNS = {
         "`fused`: loads by messages, and the engine pauses while a version is written; checksums in one pass"
     ),
     "vs-weights-32b-past-http-2xh200": "the same host; one server at a time, so the arms followed one another",
+    "vs-weights-8b-one-launch-2xh200": "an adapter is exported by one kernel; servers with `--enforce-eager`",
+    "vs-weights-32b-one-launch-2xh200": "the same host; one server at a time, so the arms followed one another",
 }
 # Runs with two workers a server, and where these are.
 TENSOR_PARALLEL_RUNS = {
