@@ -57,6 +57,16 @@ def test_launch_takes_the_place_of_the_work_where_it_suits(source: Tensor) -> No
     assert torch.equal(target, source.detach() * 2)
 
 
+def test_launch_that_does_not_suit_at_first_is_never_used(source: Tensor) -> None:
+    """It would be used later on without having been compared."""
+    target = torch.zeros(8)
+    launch = Doubling(source, target)
+    launch.is_suited = False
+    work = work_on(source, target)
+    assert in_one_launch(work, GPU, lambda: launch, target) is work
+    assert launch.runs == 0
+
+
 @pytest.mark.parametrize("reason", ["it is wrong", "it cannot be made"])
 def test_work_stays_where_a_launch_fails(reason: str, source: Tensor, caplog: pytest.LogCaptureFixture) -> None:
     target = torch.zeros(8)

@@ -53,6 +53,7 @@ class _Table:
         self._made_for: object = None
 
     def is_aligned(self) -> bool:
+        """Whether all tensors are dense memory of a GPU, of whole units of 16 bytes."""
         return all(
             one.is_cuda and one.is_contiguous() and not (one.data_ptr() % _BYTES.value or one.nbytes % _BYTES.value)
             for some in self._tensors
