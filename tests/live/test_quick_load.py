@@ -94,7 +94,7 @@ class Quick:
         asked = {"method": "lora_sync_slot_counts"}
         answer = httpx.post(f"{self.server.base_url}/collective_rpc", json=asked, timeout=60, trust_env=False)
         first, *others = answer.json()["results"]
-        assert all(one == first for one in others)
+        assert all(one == first for one in others), answer.json()["results"]
         return Counter(first)
 
     def load(self, seed: int, dtype: torch.dtype = torch.bfloat16, rank: int = 8) -> str:
