@@ -26,7 +26,7 @@ README = ROOT / "README.md"
 CHART = ROOT / "docs" / "assets" / "vs-weights.svg"
 OVERLAP_CHART = ROOT / "docs" / "assets" / "overlap-2xh100.svg"
 # The newest run of each way of serving beside TRL's own sync that has all of it.
-NEWEST = {"runtime": "vs-weights-2xh100-again", "fused": "vs-weights-8b-2xh100"}
+NEWEST = dict.fromkeys(("runtime", "fused"), "vs-weights-8b-whole-2xh200")
 # The same in colocate mode.
 NEWEST_COLOCATE = {"fused-shared": "colocate-8b-no-text-h100", "runtime-shared": "colocate-8b-shared-h100"}
 # Runs beside TRL's own sync, and what differs in them. The tables order them by date; within a day this order counts.
@@ -65,6 +65,10 @@ SYNC_RUNS = {
     "vs-weights-32b-past-http-2xh200": "the same host; one server at a time, so the arms followed one another",
     "vs-weights-8b-one-launch-2xh200": "an adapter is exported by one kernel; servers with `--enforce-eager`",
     "vs-weights-32b-one-launch-2xh200": "the same host; one server at a time, so the arms followed one another",
+    "vs-weights-32b-both-kernels-2xh200": "and its fingerprint computed by one; one server at a time",
+    "vs-weights-8b-both-kernels-2xh200": "the same host; servers with `--enforce-eager`",
+    "vs-weights-8b-whole-2xh200": "another host, the same package; servers with CUDA graphs",
+    "vs-weights-8b-ranks-2xh200": "another host, the same package; servers with `--enforce-eager`",
 }
 # Runs with two workers a server, and where these are.
 TENSOR_PARALLEL_RUNS = {
@@ -78,6 +82,7 @@ STEP_RUNS = {
     "vs-weights-2xh100-again": "64 of 128 tokens",
     "vs-weights-8b-2xh100": "128 of 256 tokens",
     "vs-weights-8b-steps-2xh200": "128 of 256 tokens",
+    "vs-weights-8b-whole-2xh200": "64 of 128 tokens",
 }
 # The first one has the timelines that are drawn.
 OVERLAPS = ("overlap-2xh100", "overlap-256x256-2xh100", "overlap-fused-2xh100")
@@ -256,8 +261,8 @@ def ahead_sentence() -> str:
     return textwrap.fill(
         f"In whole GRPO steps of the same run, a sync took {_ms(statistics.median(ours))} ms (median of {len(ours)}, "
         f"at most {_ms(max(ours))}) with `runtime`, and TRL's own {_ms(statistics.median(theirs))} ms. In another run, "
-        "with [sampling ahead](docs/overlap.md), where servers sample the next batch while the trainer computes, a "
-        f"step took {ahead['step_s_median']:.1f} s instead of {plain['step_s_median']:.1f} s.",
+        "on two H100 with [sampling ahead](docs/overlap.md), where servers sample the next batch while the trainer "
+        f"computes, a step took {ahead['step_s_median']:.1f} s instead of {plain['step_s_median']:.1f} s.",
         width=120,
     )
 
