@@ -267,8 +267,9 @@ class AdapterGeneration(VLLMGeneration):  # type: ignore[misc]
             named = list(self.model.named_parameters())
             check_other_parameters(trained_path(name) for name, parameter in named if parameter.requires_grad)
             self._frozen = [parameter for _, parameter in named if not parameter.requires_grad]
-            check_quantised(self.model, self.accelerator.device)
             self._sharded = is_sharded(self.model)
+            if self._sharded:
+                check_quantised(self.model, self.accelerator.device)
             self._base_logprobs = None
             self._looked_at = prepared
 
