@@ -1,4 +1,4 @@
-"""What replaces an export's work by one launch, with launches that run on the CPU."""
+"""What replaces a GPU's work by one launch, with launches that run on the CPU."""
 
 import logging
 from collections.abc import Callable

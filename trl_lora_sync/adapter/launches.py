@@ -1,4 +1,4 @@
-"""GPU work of an export in one launch instead of hundreds, where that is possible."""
+"""A GPU's work for an export or a fingerprint in one launch instead of hundreds, where that is possible."""
 
 import logging
 from collections.abc import Callable
